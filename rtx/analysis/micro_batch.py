@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from rtx.analysis.cost import cost
+from rtx.analysis.cost import Cost, cost
 from rtx.analysis.footprint import footprint
 from rtx.analysis.planned_device import on_gpu
 from rtx.settings.requirements import precision_on
@@ -27,19 +27,27 @@ class Fit(NamedTuple):
     fits: bool
 
 
-def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> Fit:
+def choose_micro_batch(
+    config: Config,
+    vocabulary: int,
+    device_bytes: float,
+    world: int = 1,
+    total: Cost | None = None,
+) -> Fit:
     """Return the largest micro-batch that fits one of `world` devices.
 
     If none fits, return the smallest one, with recomputed blocks. Of trainer.micro_batch_size and
     model.recompute only what is `auto` is chosen; both change a step's result by rounding alone. A
     small micro-batch costs little time, recomputation about a third, so it comes last.
+
+    `total`: the cost of the configuration, which is the same on all hardware; None: computed here.
     """
     config = with_values(config, {"hardware.devices": world, "hardware.nodes": 1})
     filled = FILLED_CPU
     if on_gpu(config):
         filled = FILLED
     room = filled * device_bytes
-    total = cost(config, vocabulary)
+    total = total or cost(config, vocabulary)
     choices = (config.model.recompute is True,)
     if config.model.recompute == "auto":
         choices = (False, True)

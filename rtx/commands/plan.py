@@ -40,8 +40,9 @@ def main(request: Request) -> int:
     vocabulary = vocabulary_size(config.data)
     world = devices(config)
     width = prose_width()
-    lines = cost_lines(config, vocabulary, world, memory)
-    lines += fit_lines(config, vocabulary, world, memory)
+    total = cost(config, vocabulary)
+    lines = cost_lines(config, total, vocabulary, world, memory)
+    lines += fit_lines(config, total, vocabulary, world, memory)
     for line in lines:
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
@@ -61,15 +62,16 @@ def refuse_long_selection(config: Config) -> None:
         raise UserError(f"{sizes}: {rule}; take fewer clusters (a larger routing.window)")
 
 
-def cost_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
+def cost_lines(
+    config: Config, total: Cost, vocabulary: int, world: int, memory: float | None
+) -> list[str]:
     """Return the lines on the cost of a run.
 
     The micro-batch is that for `memory` GiB, or else for this machine, or for a GPU of 80 GiB.
     """
     trainer = config.trainer
-    total = cost(config, vocabulary)
     room = (memory or 0) * GIB or device_memory(config) or GPUS[-1] * GIB
-    micro, recompute, *_ = choose_micro_batch(config, vocabulary, room, world)
+    micro, recompute, *_ = choose_micro_batch(config, vocabulary, room, world, total)
     used = footprint(with_choice(config, micro, recompute), total, micro, vocabulary)
     sizes = ", ".join(f"{name} {size_text(size)}" for name, size in used.items())
     units = trainer.batch_size * config.data.length
@@ -134,7 +136,7 @@ def speed_lines(config: Config, total: Cost, vocabulary: int, world: int) -> lis
     """Return the expected time of a step on the GPU of the roofline, and how it is known."""
     if config.hardware.name in ("auto", "cpu"):
         config = with_values(config, {"hardware.name": "gpu"})
-    micro, recompute, *_ = choose_micro_batch(config, vocabulary, GPUS[-1] * GIB, world)
+    micro, recompute, *_ = choose_micro_batch(config, vocabulary, GPUS[-1] * GIB, world, total)
     config = with_choice(config, micro, recompute)
     expected = expected_step(config, total, micro, vocabulary, world)
     if expected is None:
@@ -166,14 +168,16 @@ def routing_phrase(config: Config) -> str:
     return phrase
 
 
-def fit_lines(config: Config, vocabulary: int, world: int, memory: float | None) -> list[str]:
+def fit_lines(
+    config: Config, total: Cost, vocabulary: int, world: int, memory: float | None
+) -> list[str]:
     """Return what `auto` chooses, or whether the requested micro-batch fits.
 
     There is a line for a device of `memory` GiB, or else for each usual GPU and this machine.
     """
     lines = []
     for name, planned, room in planned_devices(config, memory):
-        micro, recompute, peak, fits = choose_micro_batch(planned, vocabulary, room, world)
+        micro, recompute, peak, fits = choose_micro_batch(planned, vocabulary, room, world, total)
         text = f"{micro_text(micro, recompute)}, {size_text(peak)}"
         if not fits:
             text = f"does not fit ({text}); {LESS_MEMORY}"

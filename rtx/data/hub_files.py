@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CARD = "README.md"
 SETTINGS = ".huggingface.yaml"
 """`datasets` reads it beside the card; its keys win."""
+LARGEST_CARD = 1 << 22
+"""The most bytes of one of them."""
 NAMING_KEYS = ("data_files", "data_dir")
 """Keys of a configuration in the card that name files."""
 FORMATS = (
@@ -47,9 +49,10 @@ def refuse_foreign_names(place: str, folder: Path) -> None:
 
     configurations: list[Any] = []
     if (folder / CARD).is_file():
-        configurations.append(DatasetCard.load(folder / CARD).data.get("configs"))
+        card = read_named(folder / CARD, LARGEST_CARD).decode()
+        configurations.append(DatasetCard(card).data.get("configs"))
     if (folder / SETTINGS).is_file():
-        settings = yaml.safe_load(read_named(folder / SETTINGS))
+        settings = yaml.safe_load(read_named(folder / SETTINGS, LARGEST_CARD))
         if isinstance(settings, dict):
             configurations.append(settings.get("configs"))
     for name in file_names(configurations):

@@ -69,7 +69,9 @@ class Transformer(nn.Module):
         self.project_out = projection(model.hidden, output_width)
         self.softmax: AdaptiveSoftmax | None = None
         self.add_output()
-        self.initialise()
+        # Drawing on the device `meta` changes nothing, and takes most of the time there.
+        if not self.embedding.start_S.is_meta:
+            self.initialise()
         use_products(self, config.hardware.products)
 
     def tie_biases(self) -> None:

@@ -93,6 +93,25 @@ def mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
+@dataclass(frozen=True)
+class Moments:
+    """The mean and the variance of a sample of at least two values."""
+
+    mean: float
+    variance: float
+
+
+def moments(sample: Sequence[float]) -> Moments:
+    """Return the moments of a sample.
+
+    Tables of many rows compare thousands of pairs, and numpy is slow for a few values.
+    """
+    middle = sum(sample) / len(sample)
+    # A product may become infinite, while a power of large numbers raises OverflowError.
+    squares = [(value - middle) * (value - middle) for value in sample]
+    return Moments(middle, sum(squares) / (len(sample) - 1))
+
+
 def half_interval(values: Sequence[float]) -> float | None:
     """Return half the 95% interval of a mean; None for fewer than two values."""
     from scipy.special import stdtrit
@@ -156,25 +175,31 @@ def difference(row: Values, other: Values, errors: Sequence[Error] = ()) -> Diff
     shared = sorted(row.keys() & other.keys())
     if len(shared) >= SEEDS:
         samples = [[row[seed] - other[seed] for seed in shared]]
-        middle = mean(samples[0])
     elif min(len(row), len(other)) >= SEEDS:
         samples = [list(row.values()), list(other.values())]
-        middle = mean(samples[0]) - mean(samples[1])
     else:
         return None
     variances = []
     freedoms = []
+    means = []
     for sample in samples:
-        variances.append(float(np.var(sample, ddof=1)) / len(sample))
+        of_sample = moments(sample)
+        means.append(of_sample.mean)
+        variances.append(of_sample.variance / len(sample))
         freedoms.append(len(sample) - 1.0)
     for error in errors:
-        variances.append(error.size**2)
+        variances.append(error.size * error.size)
         freedoms.append(error.freedom)
+    middle = means[0] - sum(means[1:])
     total = sum(variances)
     if not total:
         return Difference(middle, Error(0.0, 1.0))
-    parts = [variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True)]
-    return Difference(middle, Error(math.sqrt(total), total**2 / sum(parts)))
+    # Shares of the total: squares of the variances themselves may be too large, or 0.
+    parts = []
+    for variance, freedom in zip(variances, freedoms, strict=True):
+        share = variance / total
+        parts.append(share * share / freedom)
+    return Difference(middle, Error(math.sqrt(total), 1 / sum(parts)))
 
 
 def chosen(rows: Mapping[str, Values]) -> tuple[str, dict[str, float]]:

@@ -20,10 +20,10 @@ from rtx.runs.folder import run_folders, shown
 from rtx.runs.pretrained_record import PretrainedRecord
 from rtx.runs.records import (
     AnalysisRecord,
+    CurveRow,
     EnvironmentRecord,
     EvaluationRecord,
     Measures,
-    MetricsRow,
     OlderFinal,
     Protocol,
     ResumeRow,
@@ -35,8 +35,9 @@ from rtx.runs.status import state_of
 from rtx.runs.study import (
     StudyLine,
     is_study,
+    read_all_but_metrics,
+    read_curve,
     read_pretrained,
-    read_run,
     read_steps,
     read_study,
     read_sweeps,
@@ -45,10 +46,6 @@ from rtx.settings.identity import digest, digests
 from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
-SCORES = ("valid/bits", "valid/final_bits")
-"""Metrics of a curve of validations."""
-TRAINED = ("train/train_seconds", "valid/train_seconds", "valid/final_train_seconds")
-"""Metrics that count the seconds of optimizer steps."""
 NOT_STARTED = "not started"
 """The state of a run that a sweep has yet to begin."""
 
@@ -198,7 +195,8 @@ def add_study(path: Path, collection: Collection) -> None:
     sweeps = []
     for line in read_study(path, collection.problems):
         if line.run is not None:
-            collection.cells.append(cell_of(line, root / line.run, collection.problems))
+            rows = [CurveRow.of(row) for row in line.metrics]
+            collection.cells.append(cell_of(line, rows, root / line.run, collection.problems))
         if line.sweep is not None:
             sweeps.append(line.sweep)
         if line.steps is not None:
@@ -219,8 +217,9 @@ def add_folder(folder: Path, collection: Collection) -> None:
     added = {cell.folder for cell in collection.cells}
     for run in runs:
         if run not in added:
-            line = read_run(run, collection.problems)
-            collection.cells.append(cell_of(line, run, collection.problems))
+            line = read_all_but_metrics(run, collection.problems)
+            rows = read_curve(run, collection.problems)
+            collection.cells.append(cell_of(line, rows, run, collection.problems))
     # A run alone is no sweep.
     for root in dict.fromkeys(run.parent for run in runs if run != folder):
         add_sweeps(root, read_sweeps(root, collection.problems), collection)
@@ -238,8 +237,13 @@ def add_sweeps(root: Path, rows: Sequence[SweepRow], collection: Collection) -> 
             collection.cells.append(Cell(folder, state=NOT_STARTED, title=title))
 
 
-def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
-    """Return a run from its records; `problems` gets a line for each that is damaged."""
+def cell_of(
+    line: StudyLine, metrics: Sequence[CurveRow], folder: Path, problems: list[str]
+) -> Cell:
+    """Return a run from its records; `problems` gets a line for each that is damaged.
+
+    `metrics`: its rows of metrics, in place of those of `line`.
+    """
     values = recorded_values(line.config, folder, problems)
     config = with_defaults(values)
     state = state_of(line.status)
@@ -247,7 +251,7 @@ def cell_of(line: StudyLine, folder: Path, problems: list[str]) -> Cell:
     problems += suspicions(line.resumes, values, folder)
     if not config or line.status is None or line.environment is None:
         return Cell(folder, config, state, reason)
-    rows = latest_rows(line.metrics)
+    rows = latest_rows(metrics)
     final = None
     if line.status.final is not None:
         record = closing(line.status.final, config, line.environment, rows)
@@ -332,44 +336,34 @@ def has_short_path(values: Mapping[str, Any]) -> bool:
     return path is not None and not os.path.isabs(path)
 
 
-def latest_rows(rows: Sequence[MetricsRow]) -> list[MetricsRow]:
+def latest_rows(rows: Sequence[CurveRow]) -> list[CurveRow]:
     """Return the last row of each step and kind: a run that was resumed has written some twice."""
     latest = {(row.step, row.kind): row for row in rows}
-    return [row for _, row in sorted(latest.items(), key=lambda item: item[0])]
+    return [latest[key] for key in sorted(latest)]
 
 
-def validations(rows: Sequence[MetricsRow]) -> tuple[dict[int, float], dict[int, float]]:
+def validations(rows: Sequence[CurveRow]) -> tuple[dict[int, float], dict[int, float]]:
     """Return bits of validations, and seconds of optimizer steps, by step."""
     curve = {}
     trained = {}
     for row in rows:
-        metrics = row.metrics
-        for name in SCORES:
-            bits = metrics.get(name)
+        for bits in (row.valid_bits, row.final_bits):
             if bits is not None:
                 curve[row.step] = bits
-        for name in TRAINED:
-            seconds = metrics.get(name)
-            if seconds is not None:
-                trained[row.step] = seconds
+        if row.seconds is not None:
+            trained[row.step] = row.seconds
     return curve, trained
 
 
 def speed_of(
-    rows: Sequence[MetricsRow], config: Mapping[str, Any]
+    rows: Sequence[CurveRow], config: Mapping[str, Any]
 ) -> tuple[float | None, float | None]:
     """Return steps a second, and the share of the GPU's peak; None where they are not recorded."""
-    paces = numbers_of(rows, "train/tokens_per_second")
-    shares = numbers_of(rows, "train/mfu")
+    paces = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
+    shares = [row.mfu for row in rows if row.mfu is not None]
     units = config["trainer.batch_size"] * config["data.length"]
     pace = usual(paces)
     return None if pace is None else pace / units, usual(shares)
-
-
-def numbers_of(rows: Sequence[MetricsRow], name: str) -> list[float]:
-    """Return the numbers of a name in rows that have it."""
-    numbers = [row.get(name) for row in rows]
-    return [number for number in numbers if number is not None]
 
 
 def usual(numbers: Sequence[float]) -> float | None:
@@ -399,15 +393,15 @@ def closing(
     final: ScoreRecord | OlderFinal,
     config: Mapping[str, Any],
     environment: EnvironmentRecord,
-    rows: Sequence[MetricsRow],
+    rows: Sequence[CurveRow],
 ) -> ScoreRecord:
     """Return the closing score of a run with its protocol."""
     if isinstance(final, ScoreRecord):
         return final
     error = None
     for row in rows:
-        if row.get("valid/final_bits") == final.bits:
-            error = row.get("valid/final_standard_error")
+        if row.final_bits == final.bits:
+            error = row.final_standard_error
     return with_protocol(final, config, environment.data, error)
 
 

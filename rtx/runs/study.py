@@ -5,7 +5,7 @@ Reports read both. Nothing here imports torch.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
 from rtx.runs.pretrained_record import PretrainedRecord, pretrained_files
 from rtx.runs.records import (
     AnalysisFile,
+    CurveRow,
     EnvironmentRecord,
     EvaluationRecord,
     Kind,
@@ -32,6 +33,7 @@ from rtx.runs.records import (
 from rtx.runs.status import read_status
 from rtx.settings.run_config import LARGEST_CONFIG, RUN_CONFIG
 
+Row = TypeVar("Row", MetricsRow, CurveRow)
 STUDY_SUFFIX = ".jsonl"
 MOST_ROWS = 2**16
 """Rows of a kind that are kept of a run's metrics; with trainer.log_every=10 of 655,360 steps."""
@@ -67,6 +69,18 @@ def is_study(place: Path) -> bool:
 
 def read_run(folder: Path, problems: list[str]) -> StudyLine:
     """Return the records of a run; `problems` gets a line for each that cannot be read."""
+    line = read_all_but_metrics(folder, problems)
+    line.metrics = thinned(each_row(MetricsRow, folder, METRICS, problems))
+    return line
+
+
+def read_curve(folder: Path, problems: list[str]) -> list[CurveRow]:
+    """Return what a report reads of the metrics of a run."""
+    return thinned(each_row(CurveRow, folder, METRICS, problems))
+
+
+def read_all_but_metrics(folder: Path, problems: list[str]) -> StudyLine:
+    """Return the other records of a run, see `read_run`."""
     try:
         config = read_inside(folder, RUN_CONFIG, LARGEST_CONFIG).decode()
     except (OSError, UnicodeDecodeError):
@@ -79,39 +93,39 @@ def read_run(folder: Path, problems: list[str]) -> StudyLine:
         config=config,
         status=read_status(folder, problems),
         environment=read_record(EnvironmentRecord, folder, ENVIRONMENT, problems),
-        metrics=thinned(each_row(MetricsRow, folder, METRICS, problems)),
         resumes=read_rows(ResumeRow, folder, RESUMES, problems),
         evaluations=read_all(EvaluationRecord, folder, "eval", problems),
         analyses=read_all(AnalysisFile, folder, "analysis", problems),
     )
 
 
-def thinned(rows: Iterable[MetricsRow]) -> list[MetricsRow]:
+def thinned(rows: Iterable[Row]) -> list[Row]:
     """Return rows of metrics: all, or of a kind with more than MOST_ROWS one in 2, 4, 8, ...
 
     The last row of each kind is always among them.
     """
-    kinds: dict[str, ThinnedKind] = {}
+    kinds: dict[str, ThinnedKind[Row]] = {}
     for row in rows:
-        if row.kind not in kinds:
-            kinds[row.kind] = ThinnedKind()
-        kinds[row.kind].add(row)
-    chosen = []
+        kind = row.kind
+        if kind not in kinds:
+            kinds[kind] = ThinnedKind()
+        kinds[kind].add(row)
+    chosen: list[Row] = []
     for kind in kinds.values():
         chosen += kind.rows()
     return chosen
 
 
-class ThinnedKind:
+class ThinnedKind(Generic[Row]):
     """At most MOST_ROWS rows of a kind, evenly from those that were added, and the last one."""
 
     def __init__(self) -> None:
-        self.chosen: list[MetricsRow] = []
+        self.chosen: list[Row] = []
         self.every = 1
         self.added = 0
-        self.last: MetricsRow | None = None
+        self.last: Row | None = None
 
-    def add(self, row: MetricsRow) -> None:
+    def add(self, row: Row) -> None:
         self.last = row
         if self.added % self.every == 0:
             self.chosen.append(row)
@@ -120,7 +134,7 @@ class ThinnedKind:
             self.chosen = self.chosen[::2]
             self.every *= 2
 
-    def rows(self) -> list[MetricsRow]:
+    def rows(self) -> list[Row]:
         if self.last is None or self.chosen[-1] is self.last:
             return self.chosen
         return [*self.chosen, self.last]

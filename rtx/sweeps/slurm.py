@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
+import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import append
+from rtx.disk import append, is_file_inside, read_inside, status_inside
 from rtx.errors import UserError
 from rtx.sweeps.cells import Cell
 from rtx.sweeps.launcher import OUTPUT, Starter, start
@@ -26,6 +29,8 @@ QUEUE_SECONDS = 5.0
 """Seconds between two queries of the queue of a cluster."""
 RESULT_SECONDS = 15.0
 """Seconds in which the result of a job must appear on a shared disk."""
+JOBS = ".submitit"
+"""The folder of submitit's files, in that of the sweep."""
 SHARED = (
     "timeout_min",
     "cpus_per_task",
@@ -54,7 +59,7 @@ def submitter(parameters: Mapping[str, Any]) -> Starter:
             requested[name if name in SHARED else f"slurm_{name}"] = value
 
     def submit(cell: Cell) -> Job:
-        folder = cell.folder.parent / ".submitit" / "%j"
+        folder = make_jobs_folder(cell.folder.parent) / "%j"
         request = dict(requested)
         request["name"] = request["name"] or cell.config.name
         try:
@@ -71,6 +76,39 @@ def submitter(parameters: Mapping[str, Any]) -> Starter:
             raise UserError(f"its job cannot be submitted: {lines[-1]}") from error
 
     return submit
+
+
+def make_jobs_folder(sweep: Path) -> Path:
+    """Make the folder of submitit's files, and return it.
+
+    A job runs what it finds there, so `UserError` for a link, and where another user may write.
+    """
+    folder = sweep / JOBS
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = status_inside(sweep, JOBS)
+    others_write = status is None or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if status is None or others_write or status.st_uid != os.getuid():
+        problem = "jobs run what is in it, and another user may write there"
+        raise UserError(f"{folder}: {problem}; move it away, and rtx makes it anew")
+    return folder
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads texts, numbers and tuples of them alone: a pickle of anything else may run code."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is none of them")
+
+
+def returned_code(content: bytes) -> int | None:
+    """Return the exit code in a file by submitit on the end of a job; None: it failed."""
+    try:
+        outcome, result = PlainUnpickler(io.BytesIO(content)).load()
+    # A damaged pickle raises errors of many kinds.
+    except Exception:
+        return None
+    return result if outcome == "success" and isinstance(result, int) else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -106,10 +144,12 @@ class Job:
         if queued is None or self.job.job_id in queued:
             self.seen = time.monotonic()
             return None
-        if self.job.paths.result_pickle.exists():
-            # submitit raises whatever the job raised.
-            with contextlib.suppress(Exception):
-                return self.job.result()
+        sweep = self.folder.parent
+        result = Path(JOBS, self.job.job_id, self.job.paths.result_pickle.name)
+        if is_file_inside(sweep, result):
+            code = returned_code(read_inside(sweep, result))
+            if code is not None:
+                return code
         elif time.monotonic() - self.seen < RESULT_SECONDS:
             return None
         log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 RECORD = "wandb.json"
 LARGEST_SETTINGS = 1 << 20
 """The most bytes of it, and of a file with settings."""
+WANDB_LINKS = ("latest-run", "debug.log", "debug-internal.log")
+"""Links that W&B itself makes in its folder in a run."""
 OF_RUN = ("project", "entity", "group", "name", "job_type", "tags")
 """Keys of wandb.json that are arguments of `wandb.init`."""
 Say = Callable[[str], object]
@@ -106,11 +109,28 @@ def logging_to(
 def make_plain_folder(run: Path, name: str) -> None:
     """Make a folder in a run for a logger that opens files by their paths.
 
-    `UserError` where a link is in it; one that comes later is not seen.
+    `UserError` where a link, a FIFO or a device is in it; one that comes later is not seen.
     """
     make_folder(run, name)
     for entry in names_inside(run, name):
-        status_inside(run, f"{name}/{entry}")
+        status = status_inside(run, f"{name}/{entry}")
+        is_plain = status and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode))
+        if not is_plain:
+            path = run / name / entry
+            raise UserError(f"{path}: is neither a file nor a folder; remove it, then again")
+
+
+def make_wandb_folder(run: Path) -> Path:
+    """Make the folder of W&B in a run; `UserError` where a link in it could be followed.
+
+    W&B replaces `WANDB_LINKS` without following them, and writes below all other names.
+    """
+    folder = make_folder(run, "wandb")
+    make_folder(run, "wandb/artifacts/staging")
+    for entry in names_inside(run, "wandb"):
+        if entry not in WANDB_LINKS:
+            status_inside(run, f"wandb/{entry}")
+    return folder
 
 
 def finalize(logger: Logger, kind: type[BaseException] | None, *_: Any) -> None:
@@ -245,7 +265,7 @@ class GuardedWandbLogger(WandbLogger):
         record = {key: value for key, value in named.items() if key != "mode"}
         write_json(folder, RECORD, record)
         # W&B stages the files of artifacts there.
-        os.environ["WANDB_DATA_DIR"] = str(make_folder(folder, "wandb"))
+        os.environ["WANDB_DATA_DIR"] = str(make_wandb_folder(folder))
         settings = wandb.Settings(
             console="off",
             disable_git=True,

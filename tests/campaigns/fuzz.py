@@ -11,8 +11,8 @@ continues from them. Every input must be read, or refused in one line (`UserErro
 within seconds. Anything else is a finding, which ends the campaign of that reader. The log and the
 input of a finding are saved and printed, and the exit code is 1.
 
-Pictures and tables are read by C libraries, in which atheris sees no coverage, so Hypothesis alone
-draws them. Published archives are not fuzzed: nothing of them is read before their sha256 is
+Pictures, tables and cards are read by other libraries, in which atheris sees no coverage, so
+Hypothesis alone draws them. Published archives are not fuzzed: nothing of them is read before their sha256 is
 compared.
 
 It needs the test tools (pip install -e '.[dev]') and writes `benchmarks/results/fuzz.json`, which
@@ -62,9 +62,11 @@ READERS = {
     "sweeps.jsonl": f"{RECORDS}[../sweeps.jsonl]",
     "picture": "faults/test_fuzz.py::test_a_picture",
     "table": "faults/test_fuzz.py::test_a_table",
+    "card": "faults/test_fuzz.py::test_a_card_of_a_data_set",
+    "card of an export": "faults/test_fuzz.py::test_a_card_of_an_export",
 }
 """What is read, and the test that draws it."""
-UNGUIDED = ("picture", "table")
+UNGUIDED = ("picture", "table", "card", "card of an export")
 SLOWEST = 10
 """Seconds for one input, on a machine with other work."""
 SHRINKING_SECONDS = 600

@@ -19,6 +19,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject
 
@@ -38,7 +39,7 @@ from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
 from rtx.training.inference import run_config
 from tests.helpers.disturbances import asked, deadline
-from tests.helpers.made_sets import encoded, write_table
+from tests.helpers.made_sets import encoded, opened, write_table
 from tests.helpers.small_runs import Workshop
 
 pytestmark = pytest.mark.filterwarnings(
@@ -275,6 +276,43 @@ def test_a_store(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject
     (folder / RECORD).write_text(json.dumps(record))
     with refused_in_words():
         open_store(folder, "data=text").describe()
+
+
+CARD = {
+    "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "*.txt"}]}],
+    "dataset_info": {"features": [{"name": "text", "dtype": "string"}], "splits": []},
+    "license": "mit",
+}
+
+
+@given(data=st.data(), name=st.sampled_from(["README.md", ".huggingface.yaml"]))
+@examples(8)
+def test_a_card_of_a_data_set(tmp_path: Path, data: DataObject, name: str) -> None:
+    folder = tmp_path / "set"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "train.txt").write_text("a line\n" * 50)
+    content = yaml.safe_dump(mutated(data, CARD)).encode()
+    if not data.draw(st.integers(0, 3)):
+        content = spoilt(data, content)
+    marks = b"---\n" if name.endswith(".md") else b""
+    (folder / name).write_bytes(marks + content + marks)
+    with refused_in_words():
+        opened(tmp_path / "root", "hub", folder)
+
+
+@given(data=st.data())
+@examples(3)
+def test_a_card_of_an_export(
+    workshop: Workshop, run: Path, tmp_path: Path, data: DataObject
+) -> None:
+    """It is filled with values of the run's records."""
+    folder = tmp_path / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run, folder)
+    path = folder / data.draw(st.sampled_from(["environment.json", "status.json"]))
+    path.write_text(json.dumps(mutated(data, json.loads(path.read_text()))))
+    asked(workshop, "export", str(folder), f"output={tmp_path / 'export'}")
 
 
 @given(data=st.data())

@@ -13,6 +13,7 @@ import pytest
 
 from rtx import disk
 from rtx.runs.folder import FILES_OF_A_RUN, FOLDERS_OF_A_RUN, OTHERS_OF_A_RUN
+from rtx.training.loggers import make_wandb_folder
 from tests.helpers.disturbances import asked
 from tests.helpers.small_runs import Workshop
 
@@ -156,6 +157,28 @@ def test_a_link_in_the_folder_of_a_logger_is_refused(
     words = ("resume", str(copy), "trainer.steps=13", "logger.tensorboard=true")
     code, said = asked(workshop, *words)
     assert code == 2 and f"{copy}/tensorboard/hparams.yaml: {FOLLOWS_NONE}" in said
+
+
+def test_nobody_waits_for_a_pipe_in_the_folder_of_a_logger(workshop: Workshop, copy: Path) -> None:
+    (copy / "tensorboard").mkdir()
+    os.mkfifo(copy / "tensorboard" / "hparams.yaml")
+    words = ("resume", str(copy), "trainer.steps=13", "logger.tensorboard=true")
+    code, said = asked(workshop, *words)
+    assert code == 2 and "tensorboard/hparams.yaml: is neither a file nor a folder" in said
+
+
+@pytest.mark.parametrize("name", ["artifacts", "artifacts/staging", "run-1", "settings"])
+def test_a_link_that_wandb_would_follow_is_refused(tmp_path: Path, victim: Path, name: str) -> None:
+    run = tmp_path / "run"
+    path = run / "wandb" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    with pytest.raises(disk.LinkRefused):
+        make_wandb_folder(run)
+    path.unlink()
+    # W&B itself makes this one, and replaces it.
+    (run / "wandb" / "latest-run").symlink_to("run-1")
+    assert make_wandb_folder(run) == run / "wandb"
 
 
 def test_a_sweep_behind_a_link_is_not_read(workshop: Workshop, copy: Path, victim: Path) -> None:

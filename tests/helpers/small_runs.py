@@ -56,9 +56,11 @@ SIZES = (
 and checkpoints."""
 
 SERVER = """
-import json, os, signal, sys
+import importlib, json, os, signal, sys
 import rtx.commands.train, rtx.commands.resume
 from rtx.cli.main import main
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 rtx.commands.train.SAMPLE_LENGTH = 8
 for line in sys.stdin:
     ask = json.loads(line)
@@ -154,11 +156,11 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
 
 
 @contextlib.contextmanager
-def forking_server() -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that has imported torch and Lightning, and forks runs."""
+def forking_server(modules: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that has imported torch, Lightning and other modules, and forks runs."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True
+        [sys.executable, "-c", SERVER, *modules], stdin=pipe, stdout=pipe, text=True
     ) as server:
         yield server
 

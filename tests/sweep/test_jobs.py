@@ -4,6 +4,7 @@ job is over.
 
 import importlib.util
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from rtx.cli import main as cli
+from rtx.errors import UserError
 from rtx.settings.compose import compose
 from rtx.settings.identity import config_hash
-from rtx.sweeps.slurm import Attempt
+from rtx.sweeps.slurm import Attempt, make_jobs_folder, returned_code
 from tests.helpers.stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 SCRIPTS = {
@@ -171,3 +173,28 @@ os._exit(143)
         attempt.process.wait()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def test_the_result_of_a_job_runs_no_code(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "attacked"),)
+
+    assert returned_code(pickle.dumps(("success", 143))) == 143
+    assert returned_code(pickle.dumps(("error", "Traceback ..."))) is None
+    for content in (pickle.dumps(("success", Attack())), b"", b"junk", pickle.dumps(7)):
+        assert returned_code(content) is None
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_a_folder_of_jobs_in_which_others_may_write_is_refused(tmp_path: Path) -> None:
+    folder = make_jobs_folder(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700 and make_jobs_folder(tmp_path) == folder
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="another user may write there"):
+        make_jobs_folder(tmp_path)
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        make_jobs_folder(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
