@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import NamedTuple
@@ -55,6 +56,8 @@ SPLIT = "split"
 """The update of centroids of keys, see `split_centroids`."""
 SPREAD = 2.0**-10
 """The distance at which such a centroid restarts from another one, relative to each component."""
+MOST_PASSES = 1000
+"""The number of training passes without a step after which centroids warn."""
 
 
 class Gathering:
@@ -140,6 +143,10 @@ class Centroids(nn.Module):
         self.threshold_rate = threshold_rate
         self.seed_with_next = False
         """Whether the next training batch initialises the centroids, see `seed_from`."""
+        self.warns = True
+        """Whether to warn after `MOST_PASSES` training passes without a step."""
+        self.passes = 0
+        """The number of training passes since the last step."""
         directions_HCD = torch.randn(heads, clusters, size, dtype=torch.float32)
         self.register_buffer("centroid_HCD", to_sphere(directions_HCD))
         # Scores of random vectors of norm sqrt(D) are nearly normal with variance D.
@@ -252,6 +259,23 @@ class Centroids(nn.Module):
         if role == QUERIES:
             statistics.positions.add_(B * N)
             statistics.sequences.add_(B)
+            self.count_pass()
+
+    def count_pass(self) -> None:
+        """Count a training pass; `RuntimeWarning` if many have passed without a step.
+
+        Compiled passes are not counted: torch would compile them again for each count.
+        """
+        if torch.compiler.is_compiling():
+            return
+        self.passes += 1
+        if self.warns and self.passes == MOST_PASSES:
+            warnings.warn(
+                f"{MOST_PASSES} training passes have not moved the centroids: "
+                "call rtx.attention.after_step(model) after each optimizer step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:
@@ -649,6 +673,8 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     if thresholds:
         copy_rows(after.threshold_YVHC.flatten(0, 1), thresholds)
     copy_rows(after.steps_Y, [layer.steps for layer in layers])
+    for layer in layers:
+        layer.passes = 0
     # One kernel for a list of tensors; torch has no public name for it.
     torch._foreach_zero_([layer.total_Z for layer in layers])  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rtx.report.paper import DIVERGENCE_TABLE, PaperTable, Spread, numbered, setting_lines
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell
-from rtx.runs.records import AnalysisRecord
+from rtx.runs.records import AnalysisRecord, DivergenceRecord
 from rtx.tables import Column, Entry, Table
 
 PAPER_KINDS = ("local local", "local routing", "routing routing")
@@ -75,7 +75,7 @@ def layers_in(by_pairs: Spreads) -> list[str]:
 
 def newest_divergence(cell: Cell) -> AnalysisRecord | None:
     """Return a run's record of its best checkpoint, else of its last; of several the latest."""
-    records = [record for record in cell.analyses if record.what == "divergence"]
+    records = [record for record in cell.analyses if isinstance(record, DivergenceRecord)]
     return max(records, key=precedence, default=None)
 
 

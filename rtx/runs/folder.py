@@ -90,11 +90,11 @@ def run_folders(folder: Path) -> list[Path]:
     A folder is a run if it has one of the files of a run. Exported models, and folders inside a
     run, are none.
     """
-    folders = set()
+    folders: set[Path] = set()
     for depth in ("", "*/", "*/*/"):
         for name in FILES_OF_A_RUN:
             folders |= {path.parent for path in folder.glob(depth + name)}
-    runs = []
+    runs: list[Path] = []
     for run in sorted(folders):
         # The parent of "." is "." again.
         is_inside = run.parent in folders and run.parent != run
@@ -154,7 +154,7 @@ def matching_runs(folder: Path, all_runs: list[Path]) -> list[Path]:
     if word == "last" and all_runs:
         return all_runs[:1]
     for start in (f"{word}/", word):
-        matches = []
+        matches: list[Path] = []
         for run in all_runs:
             if any(f"{name}/".startswith(start) for name in names_of(run)):
                 matches.append(run)

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,7 +70,7 @@ def busy(folder: Path, status: StatusRecord | None) -> str:
 
 
 @contextlib.contextmanager
-def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
+def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Generator[Status]:
     """Lock a run's folder, call `begin`, and yield the status of the run.
 
     At the end of the block the status is done, or failed, or that of a signal. After `UserError` it

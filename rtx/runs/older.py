@@ -1,7 +1,7 @@
 """The one place that maps keys of records of earlier versions to the keys of today."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rtx.data.sets import stamp_phrases
 
@@ -18,17 +18,29 @@ FORMER_NAMES = {"se": "standard_error"}
 
 def metrics_row(row: Any) -> Any:
     """Return a row of metrics.jsonl with today's names: `valid/bits`, where it had `val_bits`."""
-    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+    values = json_object(row)
+    kind = values.get("kind")
+    if not isinstance(kind, str):
         return row
-    prefix = PREFIXES.get(row["kind"], f"{row['kind']}/")
-    mapped = {}
-    for key, value in row.items():
+    prefix = PREFIXES.get(kind, f"{kind}/")
+    mapped: dict[str, Any] = {}
+    for key, value in values.items():
         if key in ("step", "time"):
             mapped[key] = value
         elif key != "kind":
             name = key.removeprefix(FORMER_PREFIX)
             mapped[f"{prefix}{FORMER_NAMES.get(name, name)}"] = value
     return mapped
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """Return a value of JSON if it is an object, else an empty one."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def json_array(value: Any) -> list[Any]:
+    """Return a value of JSON if it is an array, else an empty one."""
+    return cast(list[Any], value) if isinstance(value, list) else []
 
 
 def kind_of(metrics: Mapping[str, Any]) -> str:
@@ -43,29 +55,28 @@ def kind_of(metrics: Mapping[str, Any]) -> str:
 
 def evaluation(record: Any) -> Any:
     """Return a record of eval/ with its protocol apart, and its bits by this name."""
-    if not isinstance(record, dict) or isinstance(record.get("protocol"), dict):
+    values = json_object(record)
+    if not values or isinstance(values.get("protocol"), dict):
         return record
-    unit = part(record, "data").get("unit")
+    unit = json_object(values.get("data")).get("unit")
     return {
-        **record,
-        "protocol": protocol(record),
-        "bits": record.get(f"bits_per_{unit}"),
-        "sees_future": record.get("selection_sees_future"),
-        "selection": selection_of(record.get("protocol")),
+        **values,
+        "protocol": protocol(values),
+        "bits": values.get(f"bits_per_{unit}"),
+        "sees_future": values.get("selection_sees_future"),
+        "selection": selection_of(values.get("protocol")),
     }
 
 
 def protocol(record: dict[str, Any]) -> dict[str, Any]:
     """Return the protocol of a record of eval/ that has its parts among other keys."""
-    data = part(record, "data")
+    data = json_object(record.get("data"))
     name = data.get("name")
     if not record.get("own_data"):
         name = f"{name}{FOREIGN}"
     split = record.get("split")
-    stamps = stamp_phrases(part(data, "stamps"), str(split))
-    memory = record.get("memory")
-    if isinstance(memory, list):
-        stamps += memory
+    stamps = stamp_phrases(json_object(data.get("stamps")), str(split))
+    stamps += json_array(record.get("memory"))
     if record.get("read_as") == "released":
         stamps.append("protocol=released")
     return {
@@ -82,12 +93,6 @@ def protocol(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def part(record: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the object in a record by this key, an empty one where there is none."""
-    value = record.get(key)
-    return value if isinstance(value, dict) else {}
-
-
 def selection_of(line: Any) -> str:
     """Return the part on the selection of an earlier version's line on a protocol."""
     _, _, end = str(line or "").rpartition("; ")
@@ -99,21 +104,21 @@ def analysis(record: Any) -> Any:
 
     The positions of patterns are now `units`. A protocol was once a text, and is left out.
     """
-    if not isinstance(record, dict):
+    values = json_object(record)
+    if not values:
         return record
-    mapped = dict(record)
-    if record.get("what") == "patterns" and "positions" in record:
+    mapped = dict(values)
+    if values.get("what") == "patterns" and "positions" in values:
         mapped["units"] = mapped.pop("positions")
-    if isinstance(record.get("protocol"), str):
+    if isinstance(values.get("protocol"), str):
         del mapped["protocol"]
     return mapped
 
 
 def price(record: Any) -> Any:
     """Return the price of an audit with the positions of each window, which once were the same."""
-    if not isinstance(record, dict) or not isinstance(record.get("positions"), list):
-        return record
-    positions = record["positions"]
+    values = json_object(record)
+    positions = json_array(values.get("positions"))
     if not positions or isinstance(positions[0], list):
         return record
-    return {**record, "positions": [positions] * int(record.get("windows") or 1)}
+    return {**values, "positions": [positions] * int(values.get("windows") or 1)}

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, model_validator
 
 from rtx.errors import plural
+from rtx.runs.older import json_object
 from rtx.runs.records import Count, DataRecord, Record
 
 PRETRAINED = "pretrained"
@@ -155,8 +156,7 @@ class PretrainedRecord(Record):
     @property
     def text(self) -> str:
         """The name of the text: that of its file or folder, or of the data set."""
-        source = getattr(self.data, "source", None)
-        place = source.get("place") if isinstance(source, dict) else None
+        place = json_object(getattr(self.data, "source", None)).get("place")
         if self.data.name == "text" and isinstance(place, str):
             return PurePath(place).name
         return self.data.name
@@ -169,7 +169,7 @@ def shape_of(grid: Grid) -> Sequence[int]:
 
 def pretrained_files(folder: Path) -> list[Path]:
     """Return the records of pretrained models in a folder, or at most two levels down."""
-    files = set()
+    files: set[Path] = set()
     for depth in ("", "*/", f"{PRETRAINED}/*/"):
         files |= set(folder.glob(depth + FILES))
     return sorted(files)

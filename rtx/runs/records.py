@@ -340,7 +340,8 @@ class MetricsRow(Record):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Number]
+    # As in the documentation of pydantic.
+    __pydantic_extra__: dict[str, Number]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     step: Count
     time: str = ""
@@ -584,20 +585,19 @@ class SelectionRow(RetainedPoint):
     """What a selection retains; further keys are the shares of layers. `curve`: by keys."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float]
+    __pydantic_extra__: dict[str, float]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     selection: str
     curve: list[RetainedPoint]
 
 
 class AnalysisRecord(Record):
-    """What all files of analysis/ have.
+    """What all files of analysis/ have, beside `what`, the name of the analysis.
 
-    `what`: the name of the analysis. `analyze`: its options. Other analyses than divergence have no
-    `layers`, and others than context no `positions`.
+    `analyze`: the options of the analysis. Other analyses than divergence have no `layers`, and
+    others than context no `positions`.
     """
 
-    what: str
     checkpoint: CheckpointRecord
     data: DataRecord
     length: Count | None = None
@@ -656,7 +656,7 @@ class CoverageRecord(AnalysisRecord):
 
 def tag_of_analysis(record: Any) -> str:
     """Return the tag of the class that reads a file of analysis/."""
-    what = record.get("what") if isinstance(record, dict) else getattr(record, "what", None)
+    what = older.json_object(record).get("what") or getattr(record, "what", None)
     return f"{what} analysis"
 
 
@@ -784,7 +784,7 @@ def last_rows(kind: type[Kind], folder: Path, name: Name) -> list[Kind]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         content = file.read(TAIL_BYTES)
-    rows = []
+    rows: list[Kind] = []
     for line in content.splitlines():
         with contextlib.suppress(ValidationError):
             rows.append(kind.model_validate_json(line))

@@ -31,7 +31,7 @@ def differences(
     keys = old_values.keys() | new_values.keys()
     if shared:
         keys = old_values.keys() & new_values.keys()
-    changed = {}
+    changed: Differences = {}
     for key in sorted(keys):
         pair = (old_values.get(key), new_values.get(key))
         if pair[0] != pair[1]:

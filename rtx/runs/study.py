@@ -53,10 +53,10 @@ class StudyLine(Record):
     config: str = ""
     status: StatusRecord | None = None
     environment: EnvironmentRecord | None = None
-    metrics: list[MetricsRow] = Field(default_factory=list)
-    resumes: list[ResumeRow] = Field(default_factory=list)
-    evaluations: list[EvaluationRecord] = Field(default_factory=list)
-    analyses: list[AnalysisFile] = Field(default_factory=list)
+    metrics: list[MetricsRow] = Field(default_factory=list[MetricsRow])
+    resumes: list[ResumeRow] = Field(default_factory=list[ResumeRow])
+    evaluations: list[EvaluationRecord] = Field(default_factory=list[EvaluationRecord])
+    analyses: list[AnalysisFile] = Field(default_factory=list[AnalysisFile])
     sweep: SweepRow | None = None
     steps: StepsRecord | None = None
     pretrained: PretrainedRecord | None = None
@@ -147,7 +147,7 @@ def read_all(kind: type[Kind], folder: Path, inner: str, problems: list[str]) ->
     except (OSError, UserError) as error:
         problems.append(str(error))
         return []
-    records = []
+    records: list[Kind] = []
     for name in names:
         record = read_record(kind, folder, f"{inner}/{name}", problems)
         if record is not None:
@@ -168,7 +168,7 @@ def steps_files(folder: Path) -> list[Path]:
 
 def read_steps(folder: Path, problems: list[str]) -> list[StepsRecord]:
     """Return the records of timed steps in a folder, or in a folder of it."""
-    records = []
+    records: list[StepsRecord] = []
     for path in steps_files(folder):
         place = path.parents[1]
         record = read_record(StepsRecord, place, path.relative_to(place), problems)
@@ -179,7 +179,7 @@ def read_steps(folder: Path, problems: list[str]) -> list[StepsRecord]:
 
 def read_pretrained(folder: Path, problems: list[str]) -> list[PretrainedRecord]:
     """Return the records of pretrained models in a folder, the oldest first."""
-    records = []
+    records: list[PretrainedRecord] = []
     for path in pretrained_files(folder):
         record = read_record(PretrainedRecord, path.parent, path.name, problems)
         if record is not None:

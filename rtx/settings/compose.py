@@ -7,7 +7,7 @@ share it.
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -166,7 +166,7 @@ def lineage(experiment: str) -> list[str]:
     names = [experiment]
     with user_errors(f"{path}: "):
         node = load_preset(path)
-    defaults = node.get("defaults", []) if isinstance(node, DictConfig) else []
+    defaults: list[Any] = node.get("defaults", []) if isinstance(node, DictConfig) else []
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
             names += lineage(entry.removeprefix("/experiment/"))
@@ -273,7 +273,7 @@ def search_path() -> list[str]:
     """Return the override of Hydra's search path that adds the user's folders, if there are any."""
     if not CONFIG_DIRS:
         return []
-    urls = []
+    urls: list[str] = []
     for folder in CONFIG_DIRS:
         escaped = str(folder).replace("'", r"\'")
         # `hydra_plugins.rtx_presets` reads them.
@@ -299,7 +299,7 @@ def preset_routing(config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def user_errors(where: str = "") -> Iterator[None]:
+def user_errors(where: str = "") -> Generator[None]:
     """Turn errors of Hydra, OmegaConf and YAML into a `UserError` of one line.
 
     `where` goes before each line of any error.

@@ -21,18 +21,6 @@ class DataSet:
     """Of a registered set: what conf/data has for others."""
 
 
-SETS: dict[str, DataSet] = {
-    "stdlib": DataSet("rtx.data.text.own_files"),
-    "text": DataSet("rtx.data.text.own_files"),
-    "enwik8": DataSet("rtx.data.text.enwik8"),
-    "kernel": DataSet("rtx.data.kernel.source"),
-    "wikitext103": DataSet("rtx.data.text.wikitext"),
-    "pg19": DataSet("rtx.data.text.pg19"),
-    "hub": DataSet("rtx.data.hub.source"),
-    "cifar10": DataSet("rtx.data.images.benchmark", image=True, side=32),
-    "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
-    "images": DataSet("rtx.data.images.own_images", image=True),
-}
 RECALL = ("recall", "mqar", "copy", "induction", "masked")
 """Recall tasks."""
 LONG_CONTEXT = ("needles", "tracking", "counting")
@@ -44,7 +32,19 @@ MADE = {
     "counting": "rtx.data.long_context.CountingStore",
 }
 """Sets that are made on the fly, which have no source, and the dotted path of their stores."""
-SETS |= {name: DataSet("") for name in MADE}
+SETS: dict[str, DataSet] = {
+    "stdlib": DataSet("rtx.data.text.own_files"),
+    "text": DataSet("rtx.data.text.own_files"),
+    "enwik8": DataSet("rtx.data.text.enwik8"),
+    "kernel": DataSet("rtx.data.kernel.source"),
+    "wikitext103": DataSet("rtx.data.text.wikitext"),
+    "pg19": DataSet("rtx.data.text.pg19"),
+    "hub": DataSet("rtx.data.hub.source"),
+    "cifar10": DataSet("rtx.data.images.benchmark", image=True, side=32),
+    "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
+    "images": DataSet("rtx.data.images.own_images", image=True),
+    **dict.fromkeys(MADE, DataSet("")),
+}
 NAMES = tuple(SETS)
 IMAGE_SETS = tuple(name for name, data_set in SETS.items() if data_set.image)
 TWO_WAYS = ("wikitext103", "cifar10")

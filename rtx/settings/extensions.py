@@ -208,7 +208,7 @@ def recorded(text: str) -> str:
 
     So a file may be moved without changing the identity of a run.
     """
-    names = []
+    names: list[str] = []
     for part in text.split(os.pathsep):
         source, sha256 = split_part(part)
         names.append(f"{Path(source).name}@{sha256}")
@@ -233,7 +233,7 @@ def code_of(text: str | None) -> dict[str, Extension]:
     """Return the loaded code of a configuration by its names."""
     if not text:
         return {}
-    loaded = {}
+    loaded: dict[str, Extension] = {}
     for part in text.split(os.pathsep):
         source, sha256 = split_part(part)
         loaded[source] = LOADED[sha256]

@@ -110,7 +110,9 @@ class Field:
     high: float = math.inf
     above: float = -math.inf
     changes: Effect = RESULTS
-    read_with: Mapping[str, Collection[str]] = dataclasses.field(default_factory=dict)
+    read_with: Mapping[str, Collection[str]] = dataclasses.field(
+        default_factory=dict[str, Collection[str]]
+    )
     since: Since | None = None
     one_device: bool = False
 
@@ -238,7 +240,7 @@ def type_facts(hint: Any) -> dict[str, Any]:
     """
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     parts = typing.get_args(hint) if is_union else (hint,)
-    kinds = []
+    kinds: list[Any] = []
     names: tuple[str, ...] = ()
     for part in parts:
         if typing.get_origin(part) is Literal:
@@ -262,6 +264,8 @@ def docstrings(cls: type) -> dict[str, str]:
                     value=ast.Constant(value=str(text))
                 ):
                     docs[name] = " ".join(text.split())
+                case _:
+                    pass
     return docs
 
 

@@ -161,8 +161,7 @@ def function_values(key: str, text: str, names: Collection[str]) -> FunctionValu
     if isinstance(value, IntervalSweep):
         return FunctionValues((str(value.start), str(value.end)), is_interval=True)
     if not parsed.is_sweep_override():
-        # The value before conversion: the public value() drops quotes.
-        return FunctionValues((text_of(parsed._value),), is_sweep=False)
+        return FunctionValues((text_before_conversion(parsed),), is_sweep=False)
     if isinstance(value, Glob):
         values = tuple(value.filter(list(names)))
         if not values:
@@ -193,6 +192,11 @@ def parse(word: str) -> HydraOverride:
         reason = reasons[0].removeprefix(f"Error parsing override '{word}'") if reasons else ""
         detail = reason.strip() or " ".join(reasons[1:2]).strip() or "Hydra cannot read it"
         raise UserError(f"{shorten(word)}: {shorten(detail)}") from error
+
+
+def text_before_conversion(override: HydraOverride) -> str:
+    """Return the text of an override's value, with its quotes, which the public value() drops."""
+    return text_of(override._value)  # pyright: ignore[reportPrivateUsage]
 
 
 def hydra_text(text: str) -> str:
@@ -229,7 +233,7 @@ def read_jobs(jobs: Iterable[Iterable[str]]) -> list[list[tuple[str, str]]]:
     A text that Hydra would read as a list is one value: sweepers write texts without their quotes.
     """
     pairs: dict[str, tuple[str, str]] = {}
-    lists = []
+    lists: list[list[tuple[str, str]]] = []
     for job in jobs:
         words = list(job)
         for word in words:
@@ -245,5 +249,4 @@ def read_job(word: str) -> tuple[str, str]:
     key = key.lstrip("+")
     if is_function(value) or len(split_values(value)) > 1:
         return key, in_quotes(value)
-    # The value before conversion, see `function_values`.
-    return key, text_of(parse(word)._value)
+    return key, text_before_conversion(parse(word))

@@ -72,7 +72,7 @@ def hash_of(values: Mapping[str, Any]) -> str:
 
     A key with its `since` value is left out, as in hashes from before the key existed.
     """
-    hashed = {}
+    hashed: dict[str, Any] = {}
     for key, value in values.items():
         if effect_of(key).new_cell and not is_as_before(key, value):
             hashed[key] = value
@@ -122,7 +122,7 @@ def with_absolute_path(config: Config) -> Config:
     if path is not None and config.data.name == "hub" and not os.path.exists(path):
         # The name of a data set on the hub.
         del paths["data.path"]
-    absolute = {}
+    absolute: dict[str, str] = {}
     for key, path in paths.items():
         if path is not None:
             absolute[key] = os.path.abspath(os.path.expanduser(path))

@@ -68,7 +68,7 @@ def split_words(
         UserError: a word has another form; the words beside it show the probable cause.
     """
     words = list(words)
-    triples = []
+    triples: list[tuple[str, str, str]] = []
     for index, word in enumerate(words):
         key, equals, text = word.partition("=")
         key = key.lstrip("+").strip()
@@ -136,7 +136,7 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
     # Extensions first: what they register is a value of other keys.
     extensions = run_extensions(triples)
     fields = settings()
-    overrides = []
+    overrides: list[Override] = []
     for word, key, text in triples:
         if is_hydra_key(key):
             check_hydra_key(key, text, sweep=sweep)

@@ -6,7 +6,9 @@ configuration, and so are aliases that expand to more than `MOST_NODES` nodes.
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,6 +21,12 @@ MOST_NODES = 10_000
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 """A reference to another key, such as ${data.length}."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def events_of(text: str, loader: Any) -> Iterator[yaml.Event]:
+    """Yield the events of a text in YAML."""
+    # PyYAML's stubs leave `parse` without types.
+    yield from cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_preset(path: Path) -> DictConfig | ListConfig:
@@ -45,7 +53,7 @@ def check_nodes(path: Path, text: str) -> None:
     # Anchor of each collection that has not ended, and the number of nodes before it.
     opened: list[tuple[str | None, int]] = []
     nodes = 0
-    for event in yaml.parse(text, Loader=LOADER):
+    for event in events_of(text, LOADER):
         match event:
             case yaml.AliasEvent():
                 nodes += repeated_nodes(path, event, sizes)
@@ -59,6 +67,8 @@ def check_nodes(path: Path, text: str) -> None:
             case yaml.CollectionEndEvent():
                 anchor, before = opened.pop()
                 sizes[anchor] = nodes - before
+            case _:
+                pass
         if nodes > MOST_NODES:
             raise UserError(f"{path}: its aliases expand to more than {MOST_NODES:,} values")
 

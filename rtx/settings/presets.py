@@ -30,7 +30,7 @@ def conf_dir() -> Path:
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
     """Return the options of a group in alphabetical order; `pg19/local` is one in a folder."""
-    names = set()
+    names: set[str] = set()
     for folder in (conf_dir(), *CONFIG_DIRS):
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
         names |= {path.with_suffix("").as_posix() for path in paths}

@@ -101,7 +101,7 @@ def read_llama(start: str) -> LlamaFile:
 
 def problems_of(error: ValidationError) -> list[str]:
     """Return a line for each field of a config.json that rtx's decoder does not have."""
-    lines = []
+    lines: list[str] = []
     for problem in error.errors():
         field = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "missing":
@@ -144,7 +144,7 @@ def with_start(config: Config, keys: Collection[str]) -> Config:
 def refuse_others(config: Config, keys: Collection[str], needed: Mapping[str, Any]) -> None:
     """Raise UserError for each of `keys` whose value is not the needed one."""
     values = flat(to_dict(config))
-    problems = []
+    problems: list[str] = []
     for key, value in needed.items():
         if key in keys and values[key] != value:
             rule = f"the weights of model.start={config.model.start} need {written(value)}"

@@ -42,7 +42,7 @@ def reasons_unread(
     texts = dict(choices)
     fields = all_fields()
     zero_counts = [count for count in COUNTS if texts.get(count) == "0"]
-    reasons = {}
+    reasons: dict[str, str] = {}
     for name in fields:
         if name not in names:
             continue
@@ -99,7 +99,7 @@ def without_effect(config: Config, keys: Iterable[str]) -> dict[str, str]:
     values = flat(to_dict(config))
     requested = {*keys}
     switched_off = [f"{count}=0" for count in COUNTS]
-    lines = {}
+    lines: dict[str, str] = {}
     for name, reason in unread(values).items():
         if name not in requested or values[name] is None or reason in switched_off:
             continue

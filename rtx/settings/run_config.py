@@ -15,6 +15,7 @@ from rtx.errors import UserError, shorten
 from rtx.settings.compose import compose_unresolved, user_errors, value_of
 from rtx.settings.extensions import refuse_unloaded
 from rtx.settings.overrides import Override, check_overrides
+from rtx.settings.preset_files import events_of
 from rtx.settings.rules import resolve
 from rtx.settings.schema import GROUPS, SPREAD, Config, all_fields, to_config, to_dict, with_values
 
@@ -90,7 +91,7 @@ def texts_of(content: str) -> dict[str, str]:
     path_of_names: list[str] = []
     depth = 0
     texts: dict[str, str] = {}
-    for event in yaml.parse(content, Loader=LOADER):
+    for event in events_of(content, LOADER):
         expects_name = len(path_of_names) < depth
         key = ".".join(path_of_names)
         match event:
@@ -106,6 +107,8 @@ def texts_of(content: str) -> dict[str, str]:
                 del path_of_names[-1:]
             case yaml.NodeEvent():
                 raise UserError(f"{key or 'it'} must be one value, or keys with one each, once")
+            case _:
+                pass
     return texts
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rtx.errors import UserError
 from rtx.paths import refuse_non_utf8
@@ -630,7 +630,7 @@ def all_fields() -> dict[str, Field]:
 def settings() -> dict[str, Field]:
     """The groups, whose values are the files of `conf/<group>/`, and every key."""
     keys = all_fields()
-    groups = {}
+    groups: dict[str, Field] = {}
     for group in GROUPS:
         names = option_words(group)
         if group == "data":
@@ -655,7 +655,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     dotted: dict[str, Any] = {}
     for name, value in values.items():
         if name in SECTIONS and isinstance(value, Mapping):
-            dotted |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+            section = cast(Mapping[str, Any], value)
+            dotted |= {f"{name}.{inner}": inner_value for inner, inner_value in section.items()}
         else:
             dotted[name] = value
     return dotted

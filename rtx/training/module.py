@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from rtx.attention.centroids import after_step
+from rtx.attention.centroids import after_step, all_centroids
 from rtx.data.store import Answers
 from rtx.evaluation.scores import joined, score_batch
 from rtx.model.memory import Memory
@@ -70,6 +70,9 @@ class TrainingModule(pl.LightningModule):
         answers, and 1 (so the third sum is their number)."""
         self.norm = torch.tensor(float("nan"))
         """The gradient norm of the last step, before clipping."""
+        for centroids in all_centroids(model):
+            # A step may have any number of micro-batches.
+            centroids.warns = False
         self.memories: list[Memory] = []
         """The memory of each micro-batch, carried from step to step; empty without `model.memory`.
         """

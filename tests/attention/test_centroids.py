@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rtx.attention import ROUTING_CLASSES, Routing, Thresholds
+from rtx.attention import ROUTING_CLASSES, Routing, Thresholds, centroids
 from rtx.attention.centroids import Centroids, after_step, moved, statistics_paused, to_sphere
 from rtx.attention.indexer import Indexer
 from rtx.attention.members import normalise, products
@@ -251,3 +251,30 @@ def test_an_indexer_counts_steps_without_reading_its_buffer() -> None:
     other = Indexer(H, D, window=W, warmup=2)
     other.load_state_dict(state)
     assert not other.is_dense
+
+
+def test_training_without_after_step_warns_once_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(centroids, "MOST_PASSES", 3)
+    pattern, q = make(), queries(1)
+    for _ in range(4):
+        step(pattern, q)
+    for _ in range(4):
+        see(pattern.eval(), q)
+    pattern.train()
+    for _ in range(2):
+        see(pattern, q)
+    with pytest.warns(RuntimeWarning, match=r"3 training .* rtx\.attention\.after_step\(model\)"):
+        see(pattern, q)
+    see(pattern, q)
+
+
+def test_centroids_do_not_warn_where_a_step_has_any_number_of_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(centroids, "MOST_PASSES", 3)
+    pattern = make()
+    pattern.centroids.warns = False
+    for _ in range(4):
+        see(pattern, queries(1))

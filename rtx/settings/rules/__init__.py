@@ -13,7 +13,9 @@ from rtx.settings.rules.rule import RULES, problems
 from rtx.settings.schema import Config, with_values
 
 # Each adds its rules to RULES, in this order.
-from rtx.settings.rules import data, model, training  # noqa: F401 isort: skip
+from rtx.settings.rules import data as data  # isort: skip
+from rtx.settings.rules import model as model  # isort: skip
+from rtx.settings.rules import training as training  # isort: skip
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:

@@ -141,7 +141,7 @@ def shares_of_patterns(config: Config) -> Iterator[str]:
     """The heads that do not route are shared out evenly among the base patterns."""
     model = config.model
     routing = config.routing
-    counts = set()
+    counts: set[int] = set()
     if routing.layers < model.layers:
         counts.add(model.heads)
     if routing.layers:

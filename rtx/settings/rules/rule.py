@@ -35,7 +35,7 @@ def rule(*keys: str) -> Callable[[Check], Check]:
 
 def problems(config: Config, rules: Iterable[Rule]) -> list[str]:
     """Return a line for each problem of a configuration."""
-    lines = []
+    lines: list[str] = []
     for entry in rules:
         lines.extend(entry.check(config))
     return lines
