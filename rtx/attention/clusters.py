@@ -42,6 +42,7 @@ Names from other files that this one uses:
     ClusterMembers     the members of all clusters: lists; and `selected`, if shapes are static as
                        on a GPU (`is_static`), where lists have a fixed capacity (capacity.py)
     nearest_clusters   the cluster that scores each position highest; `nearest_members`: its lists
+    sums_of_lists      the sum of the vectors of the members of each list
     attend_lists       attention of the newest position over slots, merged over its clusters
 
 Shapes: B sequences or streams, H heads, C clusters, N positions, D head size, W attention window,
