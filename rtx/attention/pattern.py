@@ -1,8 +1,9 @@
 """The base class of attention patterns: heads that choose by one rule which keys a query reads.
 
-`Pattern.forward` takes whole sequences: it prepares queries and keys (`inputs`), asks the pattern
-which query reads which keys (`observe`, which calls `reads`), and attends over them (`attend`).
-`Pattern.stream` returns a `Stream`, which reads one position after the other and has a `Cache`.
+`Pattern.forward` takes whole sequences. It prepares queries and keys (`inputs`), gets from the
+pattern which query reads which keys (`observe`, which calls `reads`), and attends over these keys
+(`attend_parts`). `Pattern.stream` returns a `Stream`, which takes one position after the other and
+has a `Cache`.
 
 Names from other files that this one uses:
 
