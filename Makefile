@@ -12,6 +12,7 @@ PYTHONS ?= 3.11 3.12 3.13
 MINUTES ?= 20
 KILLS ?= 100
 CASES ?= 100
+ATTACKS ?= 1000
 # `make lock UPGRADE=--upgrade` takes newer releases; else versions stay where they can.
 UPGRADE ?=
 # Versions and hashes of what is installed: "Locked versions" in .github/CONTRIBUTING.md.
@@ -25,7 +26,8 @@ COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.t
   --no-emit-package torch --constraint $(REQUIREMENTS)/torch.txt --no-emit-index-url \
   --custom-compile-command "make lock" $(UPGRADE)
 
-.PHONY: help train test exhaustive lint types quick package coverage presets fuzz faults docs format lock clean
+.PHONY: help train test exhaustive lint types quick package coverage presets fuzz attacks faults docs format \
+  lock clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -66,6 +68,9 @@ presets: $(VENV)/.installed-dev ## every preset with all commands, made small (a
 
 fuzz: $(VENV)/.installed-dev ## fuzz what rtx reads, MINUTES=20 for each reader
 	$(VENV)/bin/python -m tests.campaigns.fuzz --minutes $(MINUTES)
+
+attacks: $(VENV)/.installed-dev ## links, pipes and odd contents in place of files, ATTACKS=1000 cases
+	$(VENV)/bin/python -m tests.campaigns.attacks --cases $(ATTACKS)
 
 faults: $(VENV)/.installed-dev ## real runs: KILLS=100 kills, then CASES=100 system calls that fail
 	$(VENV)/bin/python -m tests.campaigns.faults --kills $(KILLS)

@@ -1,1 +1,1 @@
-"""Long campaigns, which pytest does not collect: make presets, make fuzz, make faults."""
+"""Long campaigns, which pytest does not collect: make presets, fuzz, attacks, faults."""

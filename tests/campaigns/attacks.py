@@ -29,7 +29,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,9 @@ class Command:
     """RTX_RUN."""
 
 
-COMMANDS: dict[str, tuple[Command, ...]] = {
-    "out/one/run": (
+RUN = "out/one/run"
+COMMANDS: Mapping[str, Sequence[Command]] = {
+    RUN: (
         Command(("runs",), 5),
         Command(("report", "RUN"), 2),
         Command(("report", "out"), 1),
@@ -108,7 +109,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 }
 """The commands on each copy."""
 FUTURE = {
-    "out/one/run": (
+    RUN: (
         *("wandb", "tensorboard", "tensorboard/hparams.yaml", "csv", "csv/version_0"),
         *("csv/version_1/metrics.csv", "samples/.x.1.writing", "hf", "resumes.jsonl"),
         *("report/plots", "output.log", "checkpoints/previous.ckpt", "wandb.json"),
@@ -303,31 +304,35 @@ def state_of(folder: Path) -> dict[str, tuple[Any, ...]]:
     return states
 
 
-def make_world(workshop: Workshop, folder: Path) -> World:
+ADDED = (
+    ("eval", "RUN", "limit=1"),
+    ("sample", "RUN", "length=4"),
+    ("audit", "RUN", "sequences=1", "prefixes=1"),
+    ("analyze", "patterns", "RUN"),
+    ("report", "RUN"),
+    ("report", "RUN", "output=report"),
+    ("export", "RUN"),
+    ("export", "RUN", "output=export"),
+    ("export", "RUN", "output=hf", "format=hf"),
+    ("resume", "RUN", "trainer.steps=12", "logger.csv=true", "logger.tensorboard=true"),
+)
+"""Commands that add to the run, its exports and its report."""
+
+
+def make_world(workshop: Workshop, folder: Path, added: Sequence[tuple[str, ...]] = ADDED) -> World:
     """Make what is copied, in a few seconds of training, and what is outside."""
     world = World(folder)
     copied = world.copied
     copied.mkdir(parents=True)
     shutil.copy(workshop.folder / "book.txt", copied / "book.txt")
-    environment = variables_of(copied)
-
-    def done(*words: str, run: str = "") -> None:
-        variables = {**environment, "RTX_RUN": str(copied / run) if run else ""}
+    trained = ("train", "TEXT", *SIZES)
+    for words in (trained, *added):
+        variables = {**variables_of(copied), "RTX_RUN": ""}
+        if words is trained:
+            variables["RTX_RUN"] = str(copied / RUN)
         process = workshop.fork(copied / "made", *located(words, copied), **variables)
         assert process.wait() == 0, process.log.read_text()
-
-    done("train", "TEXT", *SIZES, run="out/one/run")
-    done("eval", "RUN", "limit=1")
-    done("sample", "RUN", "length=4")
-    done("audit", "RUN", "sequences=1", "prefixes=1")
-    done("analyze", "patterns", "RUN")
-    done("report", "RUN")
-    done("report", "RUN", "output=report")
-    done("export", "RUN")
-    done("export", "RUN", "output=export")
-    done("export", "RUN", "output=hf", "format=hf")
-    done("resume", "RUN", "trainer.steps=12", "logger.csv=true", "logger.tensorboard=true")
-    make_sweep(workshop, copied)
+    make_sweep(copied)
     world.outside.mkdir()
     (world.outside / "folder" / "inner").mkdir(parents=True)
     for name in ("file", "folder/file", "folder/last.ckpt", "folder/inner/file"):
@@ -336,14 +341,14 @@ def make_world(workshop: Workshop, folder: Path) -> World:
     return world
 
 
-def make_sweep(workshop: Workshop, copied: Path) -> None:
+def make_sweep(copied: Path) -> None:
     """Make the records of a sweep of two cells, which are copies of one run."""
     swept = copied / "out" / "swept"
     cells = {}
     for seed in (0, 1):
         name = f"{seed:012x}"
         ignored = shutil.ignore_patterns("checkpoints", "report", "export", "tensorboard", "csv")
-        shutil.copytree(copied / "out" / "one" / "run", swept / name, ignore=ignored)
+        shutil.copytree(copied / RUN, swept / name, ignore=ignored)
         cells[name] = f"seed={seed}"
     row = {"time": "2026-01-01T00:00:00Z", "command": "rtx train -m seed=0,1", "cells": cells}
     (swept / "sweeps.jsonl").write_text(json.dumps(row) + "\n")
@@ -362,7 +367,7 @@ def located(words: Sequence[str], folder: Path) -> list[str]:
     """Return the words of a command with the paths of a copy."""
     places = {name: str(folder / name) for name in (*COMMANDS, "out", "new")}
     places |= {f"output={name}": f"output={folder / name}" for name in COMMANDS}
-    places |= {"RUN": str(folder / "out/one/run"), "TEXT": f"data.path={folder / 'book.txt'}"}
+    places |= {"RUN": str(folder / RUN), "TEXT": f"data.path={folder / 'book.txt'}"}
     # The first word is the name of a command, such as export.
     return [*words[:1], *(places.get(word, word) for word in words[1:])]
 
@@ -375,6 +380,8 @@ class Campaign:
     world: World
     seed: int
     limit: int
+    drawn: Mapping[str, Sequence[Command]] = field(default_factory=lambda: COMMANDS)
+    """The commands on each copy."""
     codes: collections.Counter[int] = field(default_factory=collections.Counter)
     attacks: collections.Counter[str] = field(default_factory=collections.Counter)
     commands: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -387,10 +394,10 @@ class Campaign:
     def cases(self) -> Iterator[Case]:
         """Yield drawn cases for ever."""
         commands = []
-        for root, of_root in COMMANDS.items():
+        for root, of_root in self.drawn.items():
             for command in of_root:
                 commands += [(root, command)] * command.weight
-        paths = {root: self.paths_in(root) for root in COMMANDS}
+        paths = {root: self.paths_in(root) for root in self.drawn}
         while True:
             root, command = self.draw.choice(commands)
             path = self.draw.choice(paths[root])

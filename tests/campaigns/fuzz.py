@@ -12,8 +12,8 @@ within seconds. Anything else is a finding, which ends the campaign of that read
 input of a finding are saved and printed, and the exit code is 1.
 
 Pictures, tables and cards are read by other libraries, in which atheris sees no coverage, so
-Hypothesis alone draws them. Published archives are not fuzzed: nothing of them is read before their sha256 is
-compared.
+Hypothesis alone draws them. Published archives are not fuzzed: nothing of them is read before their
+sha256 is compared.
 
 It needs the test tools (pip install -e '.[dev]') and writes `benchmarks/results/fuzz.json`, which
 has a row for each reader and tool; a later call replaces its rows.
