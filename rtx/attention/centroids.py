@@ -35,7 +35,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ class Centroids(nn.Module):
             return -math.inf
         return NormalDist().inv_cdf(1.0 - share)
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device with the model, but stay in float32 in a model of another type."""
 
         def on_device(buffer: Tensor) -> Tensor:

@@ -131,7 +131,12 @@ def combined(
 
 
 @combined.register_fake
-def _(row_S, sum_S, outs, rows):
+def _(
+    row_S: Tensor,
+    sum_S: Tensor,
+    outs: list[Tensor],
+    rows: int,
+) -> tuple[Tensor, Tensor]:
     """Return empty tensors with the shapes and dtypes of the results of `combined`."""
     head_size = outs[0].shape[1]
     out_RD = sum_S.new_empty(rows, head_size)

@@ -17,6 +17,8 @@ blocks of keys, Z blocks of either kind, D head size.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ MIN_SIZE = 16
 """The least head size of FlexAttention's kernels."""
 FORMS = 64
 """Forms of masks (types, head sizes, holes) that a process may compile."""
+PairMask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of the numbers of sequence, head, query member and key member."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -122,7 +126,7 @@ def attend_packed(
 
 
 @functools.cache
-def compiled():
+def compiled() -> Callable[..., Any]:
     """Return FlexAttention, compiled at its first call.
 
     What cannot be compiled raises an error: not compiled, FlexAttention would hold all P * M
@@ -196,15 +200,15 @@ def neighbours(low_Z: Tensor, high_Z: Tensor, width: int, blocks: int) -> tuple[
     return count_Z[None, None].int(), index_ZW[None, None].int()
 
 
-def pair_mask(part: RangeReads):
+def pair_mask(part: RangeReads) -> PairMask:
     """Return the function that tells FlexAttention whether query member i reads key member j."""
     start_P = part.start_P
     stop_P = part.stop_P
-    conditions = []
+    conditions: list[tuple[Tensor, ...]] = []
     if part.holes is not None:
         conditions = list(zip(*part.holes, strict=True))
 
-    def reads(b, h, i, j):
+    def reads(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         is_read = (j >= start_P[i]) & (j < stop_P[i])
         for value_M, low_P, high_P in conditions:
             value = value_M[j]

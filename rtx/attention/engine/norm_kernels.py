@@ -13,7 +13,7 @@ axes of a tile in registers: r rows, d numbers of a vector. `valid_rd` is False 
 x_b, x_h and x_n are the strides of `x`, whose last stride is 1, and so on.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: basic, reportGeneralTypeIssues=false
 # Triton compiles what pyright takes for Python: its functions have no types for a checker.
 import triton
 import triton.language as tl

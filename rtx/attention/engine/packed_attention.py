@@ -239,20 +239,20 @@ def packed_attention(
 
 @packed_attention.register_fake
 def _(
-    q_BHND,
-    k_BHND,
-    v_BHNE,
-    lists,
-    holes,
-    keys_HTD,
-    bias_HT,
-    values_TE,
-    seed_1,
-    scale,
-    dropout,
-    in_order,
-    merge,
-):
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHNE: Tensor,
+    lists: list[Tensor],
+    holes: list[Tensor],
+    keys_HTD: Tensor | None,
+    bias_HT: Tensor | None,
+    values_TE: Tensor | None,
+    seed_1: Tensor | None,
+    scale: float,
+    dropout: float,
+    in_order: bool,
+    merge: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return tensors of the shapes that `packed_attention` returns."""
     P = lists[0].shape[0]
     R = q_BHND.shape[:3].numel()
@@ -312,28 +312,28 @@ def packed_attention_backward(
 
 @packed_attention_backward.register_fake
 def _(
-    dout_GE,
-    dlse_U,
-    out_UE,
-    lse_U,
-    share_R,
-    q_BHND,
-    k_BHND,
-    v_BHNE,
-    lists,
-    holes,
-    keys_HTD,
-    bias_HT,
-    values_TE,
-    seed_1,
-    scale,
-    dropout,
-    in_order,
-    merge,
-):
+    dout_GE: Tensor,
+    dlse_U: Tensor | None,
+    out_UE: Tensor,
+    lse_U: Tensor,
+    share_R: Tensor,
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHNE: Tensor,
+    lists: list[Tensor],
+    holes: list[Tensor],
+    keys_HTD: Tensor | None,
+    bias_HT: Tensor | None,
+    values_TE: Tensor | None,
+    seed_1: Tensor | None,
+    scale: float,
+    dropout: float,
+    in_order: bool,
+    merge: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return tensors of the shapes that `packed_attention_backward` returns."""
 
-    def gradient(x):
+    def gradient(x: Tensor | None) -> Tensor:
         return q_BHND.new_empty(0) if x is None else x.new_empty(x.shape)
 
     return (

@@ -49,7 +49,7 @@ without these suffixes (`p`, `m`) take tiles of pairs in both orders, [BQ, BK] a
 `valid` is False for entries of a tile after the last member, or after the end of the loop.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: basic, reportGeneralTypeIssues=false
 # Triton compiles what pyright takes for Python: its functions have no types for a checker.
 
 import triton

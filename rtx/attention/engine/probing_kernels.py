@@ -59,7 +59,7 @@ Parameters that several kernels have:
     SELF                                        whether a query may read the key of its position
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: basic, reportGeneralTypeIssues=false
 # Triton compiles what pyright takes for Python: its functions have no types for a checker.
 
 import triton

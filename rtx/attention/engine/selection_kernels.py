@@ -28,7 +28,7 @@ n positions, c clusters, d and e numbers of a vector, s and m members, r rows, t
 that broadcasts. `valid_n` is False for positions of a tile after the last one, and so on.
 """
 
-# pyright: reportGeneralTypeIssues=false
+# pyright: basic, reportGeneralTypeIssues=false
 # Triton compiles what pyright takes for Python: its functions have no types for a checker.
 
 import triton

@@ -24,6 +24,9 @@ s scores of a sample, k candidates or best scores. `valid_n` is False after the 
 and so on. The grid of each kernel is (rows,), of `mark_kernel` (rows, blocks of words).
 """
 
+# pyright: basic
+# Triton compiles what pyright takes for Python: its functions have no types for a checker.
+
 import triton
 import triton.language as tl
 
