@@ -32,7 +32,7 @@ COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.t
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) \
-	  | while IFS='|' read -r target text; do printf '%-14s%s\n' "$$target" "$$text"; done
+	  | while IFS='|' read -r target text; do printf '%-16s%s\n' "$$target" "$$text"; done
 
 train: $(VENV)/.installed ## set up, then train on the embedded default (4 to 11 minutes)
 	@$(VENV)/bin/rtx train
