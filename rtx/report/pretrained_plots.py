@@ -64,9 +64,10 @@ class HeadGrid:
 
 
 def lines_of(comparison: Comparison) -> list[Line]:
-    """Return the choices as the lines of a plot: those with one label at all their keys."""
+    """Return the choices as the lines of a plot: those with one label, from few keys to many."""
     lines: dict[str, Line] = {}
-    for name, cost in comparison.costs.items():
+    by_k = sorted(comparison.costs.items(), key=lambda item: item[0].k)
+    for name, cost in by_k:
         line = lines.setdefault(name.label, Line(name.label, cost.row.choice.selection))
         line.keys.append(cost.keys)
         line.pairs.append(cost.pairs)

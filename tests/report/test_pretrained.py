@@ -11,6 +11,8 @@ from scipy import stats
 
 from rtx.cli import main as cli
 from rtx.report.contents import Report, build
+from rtx.report.pretrained_comparisons import comparisons
+from rtx.report.pretrained_plots import lines_of
 from rtx.report.run_records import collect
 from rtx.runs.pretrained_record import PretrainedRecord
 from rtx.runs.study import StudyLine, write_study
@@ -92,6 +94,15 @@ def test_windows_of_all_texts_are_pooled_and_compared_in_pairs(folder: Path) -> 
     again = build(collect([folder]), "a report")
     assert row_of(again.answer, label="probed", k=8) == probed, "other settings are not pooled"
     assert len(again.tables) == 2 + 3
+
+
+def test_a_line_goes_from_few_keys_to_many_in_whatever_order_they_were_measured() -> None:
+    records = []
+    for k in (8, 4, 16):
+        records.append(pretrained_record("book", {("exact", k): [0.1, 0.2]}))
+    (comparison,) = comparisons([PretrainedRecord.model_validate(record) for record in records])
+    (line,) = lines_of(comparison)
+    assert line.keys == sorted(line.keys) and len(set(line.keys)) == 3
 
 
 def test_the_page_has_the_plot_and_maps_of_layers_and_heads(
