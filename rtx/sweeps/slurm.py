@@ -85,6 +85,7 @@ def make_jobs_folder(sweep: Path) -> Path:
     """
     folder = sweep / JOBS
     with contextlib.suppress(FileExistsError):
+        # by path: it follows no link of this name, and the mode keeps other users out
         os.mkdir(folder, 0o700)
     status = status_inside(sweep, JOBS)
     others_write = status is None or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
