@@ -90,12 +90,12 @@ def one_by_one(heads: Heads, queries: int) -> Heads:
     )
 
 
-def heads_of_copies(x_XGND: Tensor) -> Tensor:
+def heads_of_copies(x_xGND: Tensor) -> Tensor:
     """Return copies of one sequence as the heads of one sequence, `[1, H, N, D]`.
 
     The first query heads of all key-value heads come first.
     """
-    x_HND = x_XGND.flatten(0, 1)
+    x_HND = x_xGND.flatten(0, 1)
     return x_HND[None]
 
 
@@ -130,9 +130,9 @@ def holes_of(holes: Holes | None, reads_P: Tensor) -> Holes | None:
     if holes is None:
         return None
     return Holes(
-        holes.value_IM,
-        holes.low_IP[:, reads_P],
-        holes.high_IP[:, reads_P],
+        holes.value_iM,
+        holes.low_iP[:, reads_P],
+        holes.high_iP[:, reads_P],
     )
 
 

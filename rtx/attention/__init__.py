@@ -45,24 +45,22 @@ which each file explains:
 
     A  keys that a query chooses among      O  hash rounds of all heads
     B  sequences, or streams                P  query members of lists
-    b  positions of a block                 Q  queries, or positions, of a piece of work
-    C  clusters (or lists) of a head        R  rows: positions of all heads, B * H * N
-    D  head size                            S  slots of a cache
-    E  size of what a choice compares       T  hash rounds
-    F  columns of a random matrix           U  groups of sequences that are padded alike
-    G  blocks of a sequence                 V  roles with thresholds
-    H  heads                                W  attention window: keys that a query reads at most
-    I  conditions of `Holes`                X  heads of all sequences, B * H, or some of them
+    b  positions of a block                 Q  queries, or positions, of a piece of work; in caches
+    C  clusters (or lists) of a head           those of a head at the newest position
+    D  head size                            R  rows: positions of all heads, B * H * N
+    E  size of what a choice compares       S  slots of a cache
+    F  columns of a random matrix           T  hash rounds
+    G  key-value heads                      U  groups of sequences that are padded alike
+    g  blocks of a sequence                 V  roles with thresholds
+    H  heads; in caches those that choose   W  attention window: keys that a query reads at most
+    I  query heads of a key-value head      X  heads of all sequences, B * H, or some of them
+    i  conditions of `Holes`                x  copies of sequences, I * B (grouped.py)
     J  some lists, members or blocks        Y  layers
     K  keys of a query                      Z  numbers in a row of statistics
     L  lists of all heads, B * H * C
     M  key members of lists; distances in the tables by distance (`keys_MD`, `bias_HM`), because
        users and checkpoints have these names
     N  positions of a sequence
-
-With grouped queries (grouped.py) G is also key-value heads, I the query heads that share one of
-them, and X the I * B copies of sequences. In caches H is the heads that choose keys, and Q the
-queries of such a head at the newest position.
 """
 
 from rtx.attention.adaptive_span import AdaptiveSpan

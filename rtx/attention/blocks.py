@@ -19,7 +19,7 @@ means of the keys and values of all finished blocks; with causal=False of all bl
 The output is the sum of both branches, each weighted by a gate, so that every block gets a
 gradient.
 
-Shapes: B sequences, H heads, N positions, D head size, b positions of a block, G blocks, J of
+Shapes: B sequences, H heads, N positions, D head size, b positions of a block, g blocks, J of
 them chosen, Q queries of a piece, K keys of a query.
 """
 
@@ -107,15 +107,15 @@ def compressed(
         causal: see `other_blocks`.
     """
     both_ND = torch.zeros_like(out_ND)
-    all_mean_k_GD = torch.stack(block_means(k_ND, block))
-    all_mean_v_GD = torch.stack(block_means(v_ND, block))
+    all_mean_k_gD = torch.stack(block_means(k_ND, block))
+    all_mean_v_gD = torch.stack(block_means(v_ND, block))
     for i, q_D in enumerate(q_ND):
         others = other_blocks(i, len(q_ND), block, causal)
-        mean_k_GD = all_mean_k_GD[others]
-        mean_v_GD = all_mean_v_GD[others]
-        logit_G = scale * mean_k_GD @ q_D
-        weight_G = logit_G.softmax(0)
-        other_D = weight_G @ mean_v_GD
+        mean_k_gD = all_mean_k_gD[others]
+        mean_v_gD = all_mean_v_gD[others]
+        logit_g = scale * mean_k_gD @ q_D
+        weight_g = logit_g.softmax(0)
+        other_D = weight_g @ mean_v_gD
         product_2 = gate_2D @ q_D
         gate, other_gate = product_2.sigmoid()
         both_ND[i] = gate * out_ND[i] + other_gate * other_D
@@ -172,41 +172,41 @@ class Blocks(TopKeys):
         return qk.q_BHND
 
     def choice_keys(self, qk: QueriesKeys) -> Tensor:
-        """Return the means of the keys of blocks, `[B, H, G, D]`."""
+        """Return the means of the keys of blocks, `[B, H, g, D]`."""
         return self.means_of_blocks(qk.k_BHND)
 
     def means_of_blocks(self, x_BHND: Tensor) -> Tensor:
-        """Return the mean of each block that a query may choose, `[B, H, G, D]`.
+        """Return the mean of each block that a query may choose, `[B, H, g, D]`.
 
         These are the whole blocks; with causal=False also a shorter one at the end.
         """
         N = x_BHND.shape[2]
         whole = N // self.block
         stop = whole * self.block
-        x_BHGbD = x_BHND[:, :, :stop].unflatten(2, (whole, self.block))
-        mean_BHGD = x_BHGbD.mean(3)
+        x_BHgbD = x_BHND[:, :, :stop].unflatten(2, (whole, self.block))
+        mean_BHgD = x_BHgbD.mean(3)
         if self.causal or stop == N:
-            return mean_BHGD
+            return mean_BHgD
         last_BH1D = x_BHND[:, :, stop:].mean(2, keepdim=True)
-        return torch.cat([mean_BHGD, last_BH1D], dim=2)
+        return torch.cat([mean_BHgD, last_BH1D], dim=2)
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
-        """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are open."""
-        blocks = mean_BHGD.shape[2]
-        is_open_QG = self.are_open(position_Q, blocks)
-        score_BHQG = products(q_BHQD, mean_BHGD)
-        return score_BHQG.masked_fill(is_open_QG, -math.inf)
+    def scores(self, q_BHQD: Tensor, mean_BHgD: Tensor, position_Q: Tensor) -> Tensor:
+        """Return the scores of blocks, `[B, H, Q, g]`; -inf for those that are open."""
+        blocks = mean_BHgD.shape[2]
+        is_open_Qg = self.are_open(position_Q, blocks)
+        score_BHQg = products(q_BHQD, mean_BHgD)
+        return score_BHQg.masked_fill(is_open_Qg, -math.inf)
 
     def are_open(self, position_Q: Tensor, blocks: int) -> Tensor:
-        """Return which of the first blocks queries may not choose, `[Q, G]`.
+        """Return which of the first blocks queries may not choose, `[Q, g]`.
 
         These are the blocks that are not finished; with causal=False that of the query alone.
         """
-        block_G = torch.arange(blocks, device=position_Q.device)
+        block_g = torch.arange(blocks, device=position_Q.device)
         block_of_query_Q1 = position_Q[:, None] // self.block
         if self.causal:
-            return block_G >= block_of_query_Q1
-        return block_G == block_of_query_Q1
+            return block_g >= block_of_query_Q1
+        return block_g == block_of_query_Q1
 
     def block_count(self, length: int) -> int:
         """Return how many blocks of N positions some query may choose, see `means_of_blocks`."""
@@ -317,8 +317,8 @@ class Blocks(TopKeys):
         B, H, _, _ = query_BHQE.shape
         position_Q = positions_in(positions, key_BHNE.device)
         own_block_Q1 = position_Q[:, None] // self.block
-        score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
-        block_BHQJ = self.best_of_keys(score_BHQG, query_BHQE, key_BHNE, self.chosen_blocks)
+        score_BHQg = self.scores(query_BHQE, key_BHNE, position_Q)
+        block_BHQJ = self.best_of_keys(score_BHQg, query_BHQE, key_BHNE, self.chosen_blocks)
         chosen_BHQJb = self.positions_of_blocks(block_BHQJ)
         chosen_BHQK = chosen_BHQJb.flatten(-2)
         own_Q1b = self.positions_of_blocks(own_block_Q1)
@@ -354,9 +354,9 @@ class Blocks(TopKeys):
         out_BHND = super().attend_parts(qk, v_BHND, parts, relative)
         if self.gate_H2D is None or not out_BHND.shape[2]:
             return out_BHND
-        mean_k_BHGD = self.means_of_blocks(qk.k_BHND)
-        mean_v_BHGD = self.means_of_blocks(v_BHND)
-        blocks = mean_k_BHGD.shape[2]
+        mean_k_BHgD = self.means_of_blocks(qk.k_BHND)
+        mean_v_BHgD = self.means_of_blocks(v_BHND)
+        blocks = mean_k_BHgD.shape[2]
         outs = []
         for positions in self.query_pieces(qk, blocks):
             q_BHQD = qk.q_BHND[:, :, positions].contiguous()
@@ -366,8 +366,8 @@ class Blocks(TopKeys):
                 self.gated,
                 q_BHQD,
                 out_BHQD,
-                mean_k_BHGD,
-                mean_v_BHGD,
+                mean_k_BHgD,
+                mean_v_BHgD,
                 position_Q,
             )
             outs.append(gated_BHQD)
@@ -377,8 +377,8 @@ class Blocks(TopKeys):
         self,
         q_BHQD: Tensor,
         out_BHQD: Tensor,
-        mean_k_BHGD: Tensor,
-        mean_v_BHGD: Tensor,
+        mean_k_BHgD: Tensor,
+        mean_v_BHgD: Tensor,
         position_Q: Tensor,
     ) -> Tensor:
         """Return the gated sum of the outputs of both branches, `[B, H, Q, D]`.
@@ -386,22 +386,22 @@ class Blocks(TopKeys):
         Args:
             q_BHQD: the queries at some positions.
             out_BHQD: their outputs by the branch that chooses.
-            mean_k_BHGD, mean_v_BHGD: of the blocks 0, 1, ....
+            mean_k_BHgD, mean_v_BHgD: of the blocks 0, 1, ....
             position_Q: the positions.
         """
         q_BHQD = widened(q_BHQD)
         D = q_BHQD.shape[-1]
         scale = self.terms(D, None).scale
-        mean_k_BHGD = mean_k_BHGD.to(q_BHQD.dtype)
-        score_BHQG = self.scores(q_BHQD, mean_k_BHGD, position_Q)
-        logit_BHQG = score_BHQG * scale
-        is_open_QG = self.are_open(position_Q, mean_k_BHGD.shape[2])
-        reads_none_Q1 = is_open_QG.all(-1, keepdim=True)
+        mean_k_BHgD = mean_k_BHgD.to(q_BHQD.dtype)
+        score_BHQg = self.scores(q_BHQD, mean_k_BHgD, position_Q)
+        logit_BHQg = score_BHQg * scale
+        is_open_Qg = self.are_open(position_Q, mean_k_BHgD.shape[2])
+        reads_none_Q1 = is_open_Qg.all(-1, keepdim=True)
         # The softmax of a row of -inf is NaN.
-        logit_BHQG = logit_BHQG.masked_fill(reads_none_Q1, 0.0)
-        weight_BHQG = logit_BHQG.softmax(-1)
-        weight_BHQG = weight_BHQG.masked_fill(reads_none_Q1, 0.0)
-        other_BHQD = weight_BHQG.to(mean_v_BHGD.dtype) @ mean_v_BHGD
+        logit_BHQg = logit_BHQg.masked_fill(reads_none_Q1, 0.0)
+        weight_BHQg = logit_BHQg.softmax(-1)
+        weight_BHQg = weight_BHQg.masked_fill(reads_none_Q1, 0.0)
+        other_BHQD = weight_BHQg.to(mean_v_BHgD.dtype) @ mean_v_BHgD
         gate_BHQ2 = self.gates(q_BHQD).to(out_BHQD.dtype)
         gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.split(1, dim=-1)
         return gate_BHQ1 * out_BHQD + other_gate_BHQ1 * other_BHQD
@@ -454,24 +454,24 @@ class RandomBlocks(Blocks):
         check_seed(seed)
         self.seed = seed
 
-    def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
+    def scores(self, q_BHQD: Tensor, mean_BHgD: Tensor, position_Q: Tensor) -> Tensor:
         """Return random scores, a hash of seed, head, position and block; see `Blocks.scores`."""
         B, H, _, _ = q_BHQD.shape
-        blocks = mean_BHGD.shape[2]
+        blocks = mean_BHgD.shape[2]
         device = position_Q.device
         head_H = torch.arange(H, device=device)
-        block_G = torch.arange(blocks, device=device)
+        block_g = torch.arange(blocks, device=device)
         of_position_Q = position_Q * POSITION_FACTOR
-        of_block_G = block_G * BLOCK_FACTOR
+        of_block_g = block_g * BLOCK_FACTOR
         of_head_H = head_H * HEAD_FACTOR
         # Sums and products of int64 tensors keep the lowest 64 bits, as `as_int64` does.
         of_seed = as_int64(self.seed * SEED_FACTOR)
-        number_QG = of_position_Q[:, None] + of_block_G
-        number_HQG = number_QG + of_head_H[:, None, None] + of_seed
-        score_HQG = mixed(number_HQG).to(torch.float64)
-        is_open_QG = self.are_open(position_Q, blocks)
-        score_HQG = score_HQG.masked_fill(is_open_QG, -math.inf)
-        return score_HQG.expand(B, -1, -1, -1)
+        number_Qg = of_position_Q[:, None] + of_block_g
+        number_HQg = number_Qg + of_head_H[:, None, None] + of_seed
+        score_HQg = mixed(number_HQg).to(torch.float64)
+        is_open_Qg = self.are_open(position_Q, blocks)
+        score_HQg = score_HQg.masked_fill(is_open_Qg, -math.inf)
+        return score_HQg.expand(B, -1, -1, -1)
 
     def tie_margins(self, query: Tensor, key: Tensor) -> Tensor:
         """Return zeros: the scores are not rounded."""
@@ -518,18 +518,18 @@ class BlockCache(GrowingCache):
     pattern: Blocks
     open_k_BHND: Tensor | None = None
     """The keys, not rotated, of the block that is not finished."""
-    mean_v_BHGD: Tensor | None = None
+    mean_v_BHgD: Tensor | None = None
     """The means of values; those of keys are in `choice_BHSE`."""
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
         k_BHND = qk.k_BHND
         if self.open_k_BHND is not None:
             k_BHND = torch.cat([self.open_k_BHND, k_BHND], dim=2)
-        mean_BHGD = self.pattern.means_of_blocks(k_BHND)
+        mean_BHgD = self.pattern.means_of_blocks(k_BHND)
         block = self.pattern.block
         first_block = first // block
-        self.choice_BHSE = stored(self.choice_BHSE, mean_BHGD, first_block)
-        finished = mean_BHGD.shape[2] * block
+        self.choice_BHSE = stored(self.choice_BHSE, mean_BHgD, first_block)
+        finished = mean_BHgD.shape[2] * block
         self.open_k_BHND = k_BHND[:, :, finished:]
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -541,20 +541,20 @@ class BlockCache(GrowingCache):
         begin = first_block * block
         end = stop // block * block
         finished_v_BHND = v_BHSD[:, :, begin:end]
-        mean_BHGD = self.pattern.means_of_blocks(finished_v_BHND)
-        self.mean_v_BHGD = stored(self.mean_v_BHGD, mean_BHGD, first_block)
+        mean_BHgD = self.pattern.means_of_blocks(finished_v_BHND)
+        self.mean_v_BHgD = stored(self.mean_v_BHgD, mean_BHgD, first_block)
         return k_BHSD, v_BHSD
 
     def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
         out_BH1D = super().decode(qk, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D
-        assert self.choice_BHSE is not None and self.mean_v_BHGD is not None
+        assert self.choice_BHSE is not None and self.mean_v_BHgD is not None
         q_BHQD = unrotated_queries(qk)
         B, H, Q, _ = q_BHQD.shape
         D = out_BH1D.shape[-1]
         out_BHQD = out_BH1D.reshape(B, H, Q, D)
-        mean_v_BHGD = expanded(self.mean_v_BHGD, self.copies)
+        mean_v_BHgD = expanded(self.mean_v_BHgD, self.copies)
         position_Q = torch.full((Q,), position, device=q_BHQD.device)
-        out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHGD, position_Q)
+        out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHgD, position_Q)
         return as_heads(out_BHQD)

@@ -15,7 +15,7 @@ sequences with their first query heads, then all with their second ones.
 Example: H = 4, G = 2, so I = 2. Key-value head 0 has the query heads 0 and 1, and key-value head 1
 has 2 and 3. The first copy of each sequence has the query heads 0 and 2, the second one 1 and 3.
 
-Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, X = I * B
+Shapes: B sequences, H query heads, G key-value heads, I query heads of a key-value head, x = I * B
 copies of sequences, N positions, D head size, S slots of a cache, K keys that a query reads.
 """
 
@@ -53,15 +53,15 @@ def group_mean(q_BHND: Tensor, queries_of_key_head: int) -> Tensor:
 
 
 def heads_to_copies(q_BHND: Tensor, copies: int) -> Tensor:
-    """Return the query heads as `copies` copies of all sequences, `[X, G, N, D]`."""
+    """Return the query heads as `copies` copies of all sequences, `[x, G, N, D]`."""
     q_BGIND = q_BHND.unflatten(1, (-1, copies))
     q_IBGND = q_BGIND.permute(2, 0, 1, 3, 4)
     return q_IBGND.flatten(0, 1)
 
 
-def copies_to_heads(out_XGND: Tensor, copies: int) -> Tensor:
+def copies_to_heads(out_xGND: Tensor, copies: int) -> Tensor:
     """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `heads_to_copies`."""
-    out_IBGND = out_XGND.unflatten(0, (copies, -1))
+    out_IBGND = out_xGND.unflatten(0, (copies, -1))
     out_BGIND = out_IBGND.permute(1, 2, 0, 3, 4)
     return out_BGIND.flatten(1, 2)
 
@@ -69,23 +69,23 @@ def copies_to_heads(out_XGND: Tensor, copies: int) -> Tensor:
 def repeated_inputs(qk: QueriesKeys, copies: int) -> QueriesKeys:
     """Return the queries and keys by which sequences choose, for `copies` copies of all sequences.
 
-    `each_q_XHND` and `rotated_each_q_XHND` are None in the result.
+    `each_q_xHND` and `rotated_each_q_xHND` are None in the result.
     """
-    q_XGND = repeated_sequences(qk.q_BHND, copies)
-    rotated_q_XGND = repeated_sequences(qk.rotated_q_BHND, copies)
-    k_XGND = q_XGND
-    rotated_k_XGND = rotated_q_XGND
+    q_xGND = repeated_sequences(qk.q_BHND, copies)
+    rotated_q_xGND = repeated_sequences(qk.rotated_q_BHND, copies)
+    k_xGND = q_xGND
+    rotated_k_xGND = rotated_q_xGND
     if qk.k_BHND is not qk.q_BHND:
-        k_XGND = repeated_sequences(qk.k_BHND, copies)
-        rotated_k_XGND = repeated_sequences(qk.rotated_k_BHND, copies)
+        k_xGND = repeated_sequences(qk.k_BHND, copies)
+        rotated_k_xGND = repeated_sequences(qk.rotated_k_BHND, copies)
     documents = qk.documents
     if documents is not None:
         documents = documents.repeated(copies)
     return QueriesKeys(
-        q_XGND,
-        k_XGND,
-        rotated_q_XGND,
-        rotated_k_XGND,
+        q_xGND,
+        k_xGND,
+        rotated_q_xGND,
+        rotated_k_xGND,
         memory=qk.memory,
         documents=documents,
         counts=qk.counts,
@@ -93,22 +93,22 @@ def repeated_inputs(qk: QueriesKeys, copies: int) -> QueriesKeys:
 
 
 def repeated_sequences(x_BGND: Tensor, copies: int) -> Tensor:
-    """Return the vectors of `copies` copies of all sequences, `[X, G, N, D]`."""
+    """Return the vectors of `copies` copies of all sequences, `[x, G, N, D]`."""
     return x_BGND.repeat(copies, 1, 1, 1)
 
 
 def for_attention(qk: QueriesKeys, copies: int) -> QueriesKeys:
-    """Return the queries and keys by which all query heads attend, as X sequences.
+    """Return the queries and keys by which all query heads attend, as x sequences.
 
     Args:
         copies: how often the keys of `qk` are repeated: I times, or once if they have been repeated
             by `repeated_inputs`.
     """
-    assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
+    assert qk.each_q_xHND is not None and qk.rotated_each_q_xHND is not None
     return QueriesKeys(
-        q_BHND=qk.each_q_XHND,
+        q_BHND=qk.each_q_xHND,
         k_BHND=repeated_sequences(qk.k_BHND, copies),
-        rotated_q_BHND=qk.rotated_each_q_XHND,
+        rotated_q_BHND=qk.rotated_each_q_xHND,
         rotated_k_BHND=repeated_sequences(qk.rotated_k_BHND, copies),
         memory=qk.memory,
     )
@@ -186,27 +186,27 @@ def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
 
 def unrotated_queries(qk: QueriesKeys) -> Tensor:
     """Return the queries of the newest position, before rotation, `[B, H, Q, D]`."""
-    if qk.each_q_XHND is None:
+    if qk.each_q_xHND is None:
         return qk.q_BHND
-    return as_queries(qk.each_q_XHND, len(qk.q_BHND))
+    return as_queries(qk.each_q_xHND, len(qk.q_BHND))
 
 
 def rotated_queries(qk: QueriesKeys) -> Tensor:
     """Return the rotated queries of the newest position, `[B, H, Q, D]`."""
-    if qk.rotated_each_q_XHND is None:
+    if qk.rotated_each_q_xHND is None:
         return qk.rotated_q_BHND
-    return as_queries(qk.rotated_each_q_XHND, len(qk.q_BHND))
+    return as_queries(qk.rotated_each_q_xHND, len(qk.q_BHND))
 
 
-def as_queries(q_XH1D: Tensor, streams: int) -> Tensor:
+def as_queries(q_xH1D: Tensor, streams: int) -> Tensor:
     """Return query heads that choose together as queries of one head, `[B, H, Q, D]`.
 
     Args:
-        q_XH1D: the query heads as copies of the streams, see `grouped.heads_to_copies`.
+        q_xH1D: the query heads as copies of the streams, see `grouped.heads_to_copies`.
         streams: B.
     """
-    q_XHD = q_XH1D[:, :, 0]
-    q_QBHD = q_XHD.unflatten(0, (-1, streams))
+    q_xHD = q_xH1D[:, :, 0]
+    q_QBHD = q_xHD.unflatten(0, (-1, streams))
     return q_QBHD.permute(1, 2, 0, 3)
 
 

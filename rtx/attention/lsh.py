@@ -277,7 +277,7 @@ class Lsh(ClusterPattern):
         if streaming and self.variant == REFORMER:
             start_M, holes = with_ascending_starts(start_M, holes)
         part = RangeReads(lists, lists, start_M, stop_M, length)
-        if len(holes.value_IM):
+        if len(holes.value_iM):
             part = part._replace(holes=holes)
         return part
 
@@ -436,9 +436,9 @@ def holes_of_rounds(
         lists: the lists of the present round.
     """
     return Holes(
-        value_IM=member_TR[:, lists.row_M],
-        low_IP=first_TR[:, lists.row_M],
-        high_IP=stop_TR[:, lists.row_M],
+        value_iM=member_TR[:, lists.row_M],
+        low_iP=first_TR[:, lists.row_M],
+        high_iP=stop_TR[:, lists.row_M],
     )
 
 
@@ -451,9 +451,9 @@ def with_own_keys(holes: Holes, row_M: Tensor, is_hole_M: Tensor) -> Holes:
     """
     stop_M = row_M + is_hole_M.long()
     return Holes(
-        value_IM=torch.cat([holes.value_IM, row_M[None]]),
-        low_IP=torch.cat([holes.low_IP, row_M[None]]),
-        high_IP=torch.cat([holes.high_IP, stop_M[None]]),
+        value_iM=torch.cat([holes.value_iM, row_M[None]]),
+        low_iP=torch.cat([holes.low_iP, row_M[None]]),
+        high_iP=torch.cat([holes.high_iP, stop_M[None]]),
     )
 
 
@@ -493,9 +493,9 @@ def with_ascending_starts(start_M: Tensor, holes: Holes) -> tuple[Tensor, Holes]
     least_M = least_from_last_M.flip(0)
     number_M = torch.arange(len(start_M), device=start_M.device)
     longer = Holes(
-        value_IM=torch.cat([holes.value_IM, number_M[None]]),
-        low_IP=torch.cat([holes.low_IP, least_M[None]]),
-        high_IP=torch.cat([holes.high_IP, start_M[None]]),
+        value_iM=torch.cat([holes.value_iM, number_M[None]]),
+        low_iP=torch.cat([holes.low_iP, least_M[None]]),
+        high_iP=torch.cat([holes.high_iP, start_M[None]]),
     )
     return least_M, longer
 

@@ -116,10 +116,10 @@ def of_query_head(qk: QueriesKeys, number: int) -> QueriesKeys:
         qk: of one sequence.
         number: of the query head among those of its key-value head.
     """
-    assert qk.each_q_XHND is not None and qk.rotated_each_q_XHND is not None
+    assert qk.each_q_xHND is not None and qk.rotated_each_q_xHND is not None
     return qk._replace(
-        q_BHND=qk.each_q_XHND[number : number + 1],
-        rotated_q_BHND=qk.rotated_each_q_XHND[number : number + 1],
+        q_BHND=qk.each_q_xHND[number : number + 1],
+        rotated_q_BHND=qk.rotated_each_q_xHND[number : number + 1],
     )
 
 

@@ -492,20 +492,20 @@ class Pattern(nn.Module, ABC):
         if copies_choose:
             # The queries of each query head are of the copies already.
             qk = grouped.repeated_inputs(qk, copies)._replace(
-                each_q_XHND=qk.each_q_XHND,
-                rotated_each_q_XHND=qk.rotated_each_q_XHND,
+                each_q_xHND=qk.each_q_xHND,
+                rotated_each_q_xHND=qk.rotated_each_q_xHND,
             )
         with torch.no_grad():
             parts = self.observe(qk, streaming)
         loss = self.loss(qk, parts)
-        v_XGND = v_BGND.repeat(copies, 1, 1, 1)
+        v_xGND = v_BGND.repeat(copies, 1, 1, 1)
         if copies_choose:
-            out_XGND = self.attend_parts(grouped.for_attention(qk, 1), v_XGND, parts, relative)
-            return grouped.copies_to_heads(out_XGND, copies), loss, None
+            out_xGND = self.attend_parts(grouped.for_attention(qk, 1), v_xGND, parts, relative)
+            return grouped.copies_to_heads(out_xGND, copies), loss, None
         rows = qk.q_BHND.shape[:3].numel()
         copied = [grouped.repeated_reads(part, copies, rows) for part in parts]
-        out_XGND = self.attend_parts(grouped.for_attention(qk, copies), v_XGND, copied, relative)
-        return grouped.copies_to_heads(out_XGND, copies), loss, parts
+        out_xGND = self.attend_parts(grouped.for_attention(qk, copies), v_xGND, copied, relative)
+        return grouped.copies_to_heads(out_xGND, copies), loss, parts
 
     def inputs(
         self,
@@ -518,7 +518,7 @@ class Pattern(nn.Module, ABC):
 
         If each query head chooses by itself, they have all query heads. If query heads choose
         together, `q_BHND` has a head for each key-value head, with the means of its queries, and
-        `each_q_XHND` has the queries of all query heads.
+        `each_q_xHND` has the queries of all query heads.
         """
         if self.chooses_together:
             return self.inputs_together(q_BHND, k_BHND, rotate, first)
@@ -536,15 +536,15 @@ class Pattern(nn.Module, ABC):
         """Return the result of `inputs` for query heads that choose together."""
         mean_BGND = grouped.group_mean(q_BHND, self.queries_of_key_head)
         qk = self.inputs_of_heads(mean_BGND, k_BGND, rotate, first)
-        q_XGND = grouped.heads_to_copies(q_BHND, self.queries_of_key_head)
-        k_XGND = None
+        q_xGND = grouped.heads_to_copies(q_BHND, self.queries_of_key_head)
+        k_xGND = None
         if self.has_keys:
             # Only the queries are used here, but `prepare` needs some keys.
-            k_XGND = q_XGND
-        prepared_XGND = self.prepare(q_XGND, k_XGND).q_BHND
+            k_xGND = q_xGND
+        prepared_xGND = self.prepare(q_xGND, k_xGND).q_BHND
         return qk._replace(
-            each_q_XHND=prepared_XGND,
-            rotated_each_q_XHND=rotated(prepared_XGND, rotate, first),
+            each_q_xHND=prepared_xGND,
+            rotated_each_q_xHND=rotated(prepared_xGND, rotate, first),
         )
 
     def inputs_of_heads(

@@ -19,8 +19,8 @@ it reads the *key members* 1 and 2 (start_P[2] to stop_P[2] - 1), which are the 
 in two lists is two members.
 
 Shapes: B sequences, H heads, X = B * H, C lists of a head, N positions, R = B * H * N rows, L lists
-of all heads, P query members and M key members of all lists together, K keys of a query at most, I
-conditions of holes. In `QueriesKeys` X is the copies of sequences of grouped.py.
+of all heads, P query members and M key members of all lists together, K keys of a query at most, i
+conditions of holes, x copies of sequences (grouped.py).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class QueriesKeys(NamedTuple):
     narrow_q_BHND: Tensor | None = None
     """`rotated_q_BHND` rounded to the type of the inputs; None: not computed yet."""
     narrow_k_BHND: Tensor | None = None
-    each_q_XHND: Tensor | None = None
+    each_q_xHND: Tensor | None = None
     """The queries of every query head, as `grouped.heads_to_copies` returns them, if query heads
     choose together (`rtx.attention.grouped`): `q_BHND` has their means. Otherwise None."""
-    rotated_each_q_XHND: Tensor | None = None
+    rotated_each_q_xHND: Tensor | None = None
     """The same after rotation."""
     documents: Documents | None = None
     """Documents that reads must keep to; None: each sequence is one document."""
@@ -99,16 +99,16 @@ class MemberLists(NamedTuple):
 
 
 class Holes(NamedTuple):
-    """Exceptions from ranges, by I conditions.
+    """Exceptions from ranges, by i conditions.
 
     Query member p does not read key member m, although it is in its range, if for any condition i
 
-        low_IP[i, p] <= value_IM[i, m] < high_IP[i, p].
+        low_iP[i, p] <= value_iM[i, m] < high_iP[i, p].
     """
 
-    value_IM: Tensor
-    low_IP: Tensor
-    high_IP: Tensor
+    value_iM: Tensor
+    low_iP: Tensor
+    high_iP: Tensor
 
 
 class Window(NamedTuple):
@@ -356,9 +356,9 @@ def with_holes_at_self(part: RangeReads, has_others_P: Tensor | None = None) -> 
     # If there are no others, the hole ends where it begins, and excludes nothing.
     end_P = row_P + has_others_P.long()
     holes = Holes(
-        value_IM=part.key.row_M[None],
-        low_IP=row_P[None],
-        high_IP=end_P[None],
+        value_iM=part.key.row_M[None],
+        low_iP=row_P[None],
+        high_iP=end_P[None],
     )
     return part._replace(holes=holes)
 

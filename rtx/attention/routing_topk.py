@@ -261,9 +261,9 @@ class TopK(Routing):
         position_1P = position_P[None]
         # A key member has been replaced if it leaves at the position of the query or before.
         holes = Holes(
-            value_IM=keys.leaves_M[None],
-            low_IP=torch.zeros_like(position_1P),
-            high_IP=position_1P + 1,
+            value_iM=keys.leaves_M[None],
+            low_iP=torch.zeros_like(position_1P),
+            high_iP=position_1P + 1,
         )
         return part._replace(holes=holes, derived={ARRIVALS: arrived})
 

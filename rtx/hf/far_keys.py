@@ -238,10 +238,10 @@ def pairs(part: RangeReads) -> tuple[Tensor, Tensor]:
     number_J = torch.arange(len(member_J), device=count_P.device) - first_J
     key_member_J = part.start_P[member_J] + number_J
     if part.holes is not None:
-        value_IJ = part.holes.value_IM[:, key_member_J]
-        is_low_IJ = value_IJ >= part.holes.low_IP[:, member_J]
-        is_hole_IJ = is_low_IJ & (value_IJ < part.holes.high_IP[:, member_J])
-        is_read_J = ~is_hole_IJ.any(0)
+        value_iJ = part.holes.value_iM[:, key_member_J]
+        is_low_iJ = value_iJ >= part.holes.low_iP[:, member_J]
+        is_hole_iJ = is_low_iJ & (value_iJ < part.holes.high_iP[:, member_J])
+        is_read_J = ~is_hole_iJ.any(0)
         member_J = member_J[is_read_J]
         key_member_J = key_member_J[is_read_J]
     return part.query.row_M[member_J], part.key.row_M[key_member_J]

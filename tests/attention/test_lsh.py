@@ -35,5 +35,5 @@ def test_keys_that_lower_starts_add_are_hidden() -> None:
         torch.tensor([0, 3, 2]), Holes(none_XM, none_XM, none_XM)
     )
     assert start_M.tolist() == [0, 2, 2]
-    is_hidden_PM = (holes.value_IM >= holes.low_IP.T) & (holes.value_IM < holes.high_IP.T)
+    is_hidden_PM = (holes.value_iM >= holes.low_iP.T) & (holes.value_iM < holes.high_iP.T)
     assert is_hidden_PM.nonzero().tolist() == [[1, 2]]

@@ -124,11 +124,11 @@ def with_hidden(part: RangeReads, dtype: torch.dtype) -> RangeReads:
     position_P = (part.query.row_M % part.length).cpu()
     random_P = torch.randint(0, 10, (P,))
     random_P[::7] = -1
-    value_IM = torch.stack([(part.key.row_M % part.length).cpu(), torch.randint(0, 10, (M,))])
-    low_IP = torch.stack([position_P - 3, random_P])
-    high_IP = torch.stack([position_P, random_P + 3])
-    high_IP[1, ::7] = 100
-    return part._replace(holes=Holes(*(x.to(DEVICE, dtype) for x in (value_IM, low_IP, high_IP))))
+    value_iM = torch.stack([(part.key.row_M % part.length).cpu(), torch.randint(0, 10, (M,))])
+    low_iP = torch.stack([position_P - 3, random_P])
+    high_iP = torch.stack([position_P, random_P + 3])
+    high_iP[1, ::7] = 100
+    return part._replace(holes=Holes(*(x.to(DEVICE, dtype) for x in (value_iM, low_iP, high_iP))))
 
 
 def read_pairs(part: RangeReads) -> Tensor:

@@ -207,9 +207,9 @@ def kernel_ranges(part: RangeReads, rows: int, by_member: bool) -> RangeTensors:
         start=part.start_P,
         stop=part.stop_P,
         head_begin=head_begin,
-        value=holes.value_IM.contiguous(),
-        low=holes.low_IP.contiguous(),
-        high=holes.high_IP.contiguous(),
+        value=holes.value_iM.contiguous(),
+        low=holes.low_iP.contiguous(),
+        high=holes.high_iP.contiguous(),
         weight=weight_P,
     )
 
@@ -359,7 +359,7 @@ class Sizes(NamedTuple):
     P: int
     M: int
     X: int
-    """The number of conditions of holes; `rtx.attention.reads.Holes` calls it I."""
+    """The number of conditions of holes; `rtx.attention.reads.Holes` calls it i."""
     K: int
     """Columns of the index; -1: there are ranges."""
     D: int

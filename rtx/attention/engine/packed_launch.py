@@ -242,16 +242,16 @@ def tile_of(name: str, size: int, dtype: torch.dtype, by_distance: bool) -> Tile
 
 def tensor_arguments(inputs: KernelInputs) -> dict[str, Tensor | None]:
     """Return the tensors that all kernels read, by their names in a kernel."""
-    hole_value_IM, hole_low_IP, hole_high_IP = inputs.holes or (None, None, None)
+    hole_value_iM, hole_low_iP, hole_high_iP = inputs.holes or (None, None, None)
     return {
         "q": inputs.q_BHND,
         "k": inputs.k_BHND,
         "v": inputs.v_BHNE,
         "query_row": inputs.lists.query_row_P,
         "key_row": inputs.lists.key_row_M,
-        "hole_value": hole_value_IM,
-        "hole_low": hole_low_IP,
-        "hole_high": hole_high_IP,
+        "hole_value": hole_value_iM,
+        "hole_low": hole_low_iP,
+        "hole_high": hole_high_iP,
         "seed": inputs.seed_1,
     }
 
