@@ -231,6 +231,8 @@ def test_bad_input_is_refused_in_one_line(
     custom = copied(folder, tmp_path / "custom", model_type="other", auto_map={"AutoConfig": "x.Y"})
     encoder = copied(folder, tmp_path / "encoder", model_type="vit")
     translator = copied(folder, tmp_path / "translator", model_type="t5")
+    no_heads = {"model_type": "mamba", "num_attention_heads": None}
+    recurrent = copied(folder, tmp_path / "recurrent", **no_heads)
     huge = copied(folder, tmp_path / "huge", hidden_size=2**20, intermediate_size=2**22)
     silent = copied(folder, tmp_path / "silent")
     (silent / "tokenizer.json").unlink()
@@ -253,6 +255,7 @@ def test_bad_input_is_refused_in_one_line(
         (f"model={custom}", *text): "needs code of its repository, which rtx does not run",
         (f"model={encoder}", *text): "vit is no causal decoder",
         (f"model={translator}", *text): "t5 is no causal decoder",
+        (f"model={recurrent}", *text, *small): "mamba has no attention to replace",
         (f"model={huge}", *text, *small): "GiB in float32, and this machine has",
         (f"model={silent}", *text, *small): "no tokenizer can be read",
     }

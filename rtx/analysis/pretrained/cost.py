@@ -50,9 +50,11 @@ def cost_before_loading(
 
     Raises:
         UserError: the analysis needs more memory than there is, the model has fewer positions than
-            a window of text, or it is no causal decoder.
+            a window of text, it has no attention, or it is no causal decoder.
     """
     config = read_config(origin)
+    if getattr(config.get_text_config(), "num_attention_heads", None) is None:
+        raise UserError(f"model={origin.name}: {config.model_type} has no attention to replace")
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise UserError(f"length={length}: the model has {positions} positions")
