@@ -53,7 +53,9 @@ class Comparison:
         """One of better, behind, tied and too few seeds."""
         if self.difference is None:
             return FEW
-        if abs(self.difference) <= self.half:
+        # The interval of scores beyond 1e150 is no number, which compares as False.
+        is_apart = abs(self.difference) > self.half
+        if not is_apart:
             return "tied"
         return "better" if self.difference < 0 else "behind"
 

@@ -677,3 +677,14 @@ def test_the_best_of_many_is_reported_by_other_seeds_than_those_that_chose_it() 
     assert abs(mean(reported)) < 0.1, "the least of 24 means of five would be at -0.9"
     assert chosen({"a": {"0": 1.0}, "b": {"0": 2.0, "1": 5.0}}) == ("a", {})
     assert chosen({"a": {"0": 1.0, "1": 3.0}, "b": {"0": 2.0}}) == ("a", {"1": 3.0})
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e100, 1e300])
+def test_scores_of_any_size_are_compared(size: float) -> None:
+    """A crafted record may have any: squares of such variances overflow, or are 0."""
+    one = {str(seed): size * (1 + seed / 100) for seed in range(5)}
+    other = {str(seed): size * (1 + seed * seed % 3 / 90) for seed in range(5)}
+    compared = compare({"one": one, "other": other}, [("one", "other")])
+    assert compared["one", "other"].verdict in ("tied", "better", "behind")
+    if size > 1e150:
+        assert compared["one", "other"].verdict == "tied"
