@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -145,7 +146,7 @@ def load_model(
         options["use_safetensors"] = True
     try:
         model = AutoModelForCausalLM.from_pretrained(origin.name, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"model={origin.name}: {reason(origin, error)}") from error
     assert isinstance(model, PreTrainedModel)
     nn.Module.to(model, device)
