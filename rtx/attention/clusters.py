@@ -562,7 +562,7 @@ class Routing(ClusterPattern):
 
 
 class ClusterCache(Cache):
-    """The keys and values of the last S members of each cluster.
+    """The keys and values of S members of each cluster: the last ones, or chosen by a subclass.
 
     Args:
         pattern: its `clusters_of_next` decides which clusters a position joins, and may choose the

@@ -9,8 +9,8 @@ Names from other files that this one uses:
 
     attend          softmax attention over the keys that are read, by one of several engines
     attend_padded   removes padding, calls the forward pass for the real positions as if they
-                    followed one another (windows and distances are theirs), and writes the outputs
-                    back (padding.py)
+                    followed one another (windows and distances count them alone), and writes
+                    the outputs back (padding.py)
     attend_groups   the same for groups of sequences, such as documents of equal length
     grouped         query heads that share keys and values
     QueriesKeys     prepared queries and keys, before and after rotation

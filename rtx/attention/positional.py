@@ -14,8 +14,8 @@ learn their window) have more of these patterns.
 
 Names from other files that this one uses:
 
-    Pattern           the base class: its forward pass calls `reads` and attends over the result,
-                      also if there is padding or a stream (pattern.py)
+    Pattern           the base class: its forward pass, with or without padding, and the prompt
+                      of a stream call `reads` and attend over the result (pattern.py)
     RangeReads        packed lists: a query reads a range of one list (reads.py has a picture)
     IndexReads        an index: the numbers of the keys that each query reads
     Documents         the documents that are packed into sequences, and positions in them
@@ -112,10 +112,10 @@ class PositionPattern(Pattern):
     cache_size: int | None = None
     """How many of the last keys and values a stream keeps; None: all.
 
-    All keys that a query reads are less than this many positions before it.
+    A subclass that sets it guarantees i - j < cache_size for every key j that a query i reads.
     """
     reads_all_cached = False
-    """Whether every position reads all keys in the cache of a stream, which then needs no mask."""
+    """Whether a stream reads all filled slots of its cache; with `attend_self` without a mask."""
     last_form: Hashable | None = None
     """The last result of `form`, for compiled graphs: torch 2.11 cannot trace through `vars`."""
 
@@ -413,8 +413,8 @@ class ContiguousPattern(PositionPattern):
         device: torch.device,
     ) -> Sequence[Reads]:
         parts = super().make_reads(B, H, N, memory, device)
-        # `most` and `window` are set for one part with causal ranges up to the query itself. They
-        # are numbers in tensors, for which a CPU would have to wait if the tensors were on a GPU.
+        # `most` and `window` are set for one part with causal ranges up to the query itself. `most`
+        # is read from a tensor. On a GPU the CPU would wait for it, so there it is not set.
         if device.type != "cpu" or not self.causal:
             return parts
         if not self.attend_self or len(parts) > 1 or memory >= N:

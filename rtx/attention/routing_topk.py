@@ -20,13 +20,13 @@ centroids move. Names from other files that this one uses:
                        members read members up to their positions (clusters.py)
     ClusterCache       the keys and values of the members of clusters (clusters.py)
     products           dot products, in float32 or wider
-    best               the W best of some scores. With s the lowest of these: all scores above s +
-                       margin, then those within the margin of s in order of position, until there
-                       are W. NaN is the lowest score (ties.py)
+    best               the W best of some scores. Let s be the W-th highest score. First all scores
+                       above s + margin, then those from s - margin to s + margin in order of
+                       position, until there are W. NaN is the lowest score (ties.py)
     choose_members     the same on tensors: the scores, and the W best of each cluster, as lists in
                        order of position
     members_read       which member reads which, as ranges of lists: of the keys of its list the
-                       last ones up to its position, as many as the given window (here all)
+                       last `window` ones up to its position; W of them, that is all, here
     MemberLists        lists of rows: `row_M` has the members of one list after another, and
                        `count_L` their number in each. Row b * H * N + h * N + n is position n
     Holes              keys within a range that are not read: those whose number is in the query's
@@ -66,7 +66,7 @@ from rtx.attention.static import selection_functions
 from rtx.attention.ties import best
 
 EMPTY = 1 << 40
-"""The position of an empty slot, which is later than all positions."""
+"""The position of the empty slot 0; slot s has `EMPTY` - s. All positions are lower."""
 
 
 def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
@@ -115,7 +115,8 @@ class TopK(Routing):
     decide which past positions are members. In streams, and with `streaming`, position i joins a
     cluster if it is among the W best of the positions 0 to i, and then reads these W positions.
 
-    The lines of Algorithm 1 (Roy et al. 2021, section 4.1):
+    The lines of Algorithm 1 (Roy et al. 2021, section 4.1). Its one switch is two here: `causal` is
+    the mask, and `keys` decides on lines 5, 11, 17 and 18.
 
          1  Q, K, V                            the arguments of `Pattern.forward`
          2  mu                                 `Centroids.centroid_HCD`
@@ -135,15 +136,16 @@ class TopK(Routing):
         16  if not left to right mask then     `causal=False`
         17    K_idx <- top-k(K_prod, w)        `keys="separate"`: lists of keys
         18    K_idx <- sort(K_idx)
-        19  Q', K', V' <- gather(...)  (to 21) `Routing.reads_of` returns which members read which,
-        22  A <- Q' K'^T                       and `Pattern.attend_parts` attends: lines 19 to 26
+        19  Q', K', V' <- gather(...)  (to 21) `Routing.reads_of`: which members read which
+        22  A <- Q' K'^T                       `Pattern.attend_parts`, as 25 and 26
         23  if left to right mask then         `causal`
         24    A <- ltr(A)                      `ClusterPattern.ranges_of_lists`: a range ends at the
                                                position of the query
-        25  A <- softmax(A)
-        26  V' <- einsum(A, V')
+        25  A <- softmax(A)                    `Pattern.attend_parts`
+        26  V' <- einsum(A, V')                the same
         27  X <- scatter(K_idx, V')            outputs of several clusters: `merge`
-        28  Q_m <- one-hot(arg max(Q_prod))    `Routing.add_statistics`: nearest positions
+        28  Q_m <- one-hot(arg max(Q_prod))    `Routing.add_statistics`: nearest positions,
+                                               or members with `update="members"`
         29  K_m <- one-hot(arg max(K_prod))    the same for keys
         31  mu <- lambda mu + ...              `Centroids` with `update="sum"`: `moved_by_sums`
 
@@ -249,8 +251,8 @@ class TopK(Routing):
         """Return which queries read which keys if position i selects the W best of 0 to i.
 
         A list contains every position that was a member in some prefix. Holes exclude the members
-        that were replaced up to a query's position. With W = 1 a new member has no other member to
-        read, so it reads itself.
+        that were replaced at the query's position or earlier. With W = 1 a new member has no other
+        member to read, so it reads itself.
         """
         N = qk.q_BHND.shape[2]
         arrived = [self.arrivals(x_BHND) for x_BHND in self.clustered(qk)]
