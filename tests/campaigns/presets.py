@@ -643,7 +643,7 @@ def prove_and_write(overrides: dict[str, list[str]], names: list[str], jobs: int
         patch.setenv("RTX_DATA", str(folder / "stores"))
         patch.setenv("RTX_OUTPUTS", str(folder / "outputs"))
         patch.setattr(rtx.commands.train, "SAMPLE_LENGTH", 16)
-        patch.setattr(rtx.commands.train, "SAMPLE_UNITS", 16)
+        patch.setattr(rtx.commands.train, "SAMPLE_TOKENS", 16)
         data = make_data(files, patch)
         for row in prove_all(overrides, names, jobs, folder, data):
             print(line(row), flush=True)
