@@ -446,11 +446,12 @@ def score_options(words: list[str], config: Config) -> list[str]:
 
 
 def scored(run: Path, options: list[str]) -> float:
-    """Return the score of a run or an export in bits a token."""
+    """Return the score of a run or an export in bits a token, of all lengths together."""
     command("eval", str(run), *options)
-    (path,) = run.glob("eval/*.json")
-    result = json.loads(path.read_text())
-    return result["nats"] / result["units"] / math.log(2)
+    results = [json.loads(path.read_text()) for path in run.glob("eval/*.json")]
+    nats = sum(result["nats"] for result in results)
+    units = sum(result["units"] for result in results)
+    return nats / units / math.log(2)
 
 
 def sample(run: Path, config: Config) -> None:
