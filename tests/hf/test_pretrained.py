@@ -237,6 +237,9 @@ def test_bad_input_is_refused_in_one_line(
     silent = copied(folder, tmp_path / "silent")
     (silent / "tokenizer.json").unlink()
     (silent / "tokenizer_config.json").unlink()
+    damaged = copied(folder, tmp_path / "damaged")
+    (weights,) = damaged.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-9])
     cases = {
         text: "rtx analyze pretrained needs model=<model>",
         (model, "data=cifar10"): "data=cifar10: has no text",
@@ -258,6 +261,7 @@ def test_bad_input_is_refused_in_one_line(
         (f"model={recurrent}", *text, *small): "mamba has no attention to replace",
         (f"model={huge}", *text, *small): "GiB in float32, and this machine has",
         (f"model={silent}", *text, *small): "no tokenizer can be read",
+        (f"model={damaged}", *text, *small): "file not fully covered",
     }
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for words, message in cases.items():
