@@ -62,6 +62,7 @@ def configure(model: PreTrainedModel, **options: Any) -> Choice:
     choice = Choice(**options)
     register()
     model.set_attn_implementation(IMPLEMENTATION)
+    # transformers has no public name for what it took.
     if model.config._attn_implementation != IMPLEMENTATION:
         raise ValueError(f"{type(model).__name__}: its attention cannot be replaced")
     model.config.get_text_config().rtx = asdict(choice)

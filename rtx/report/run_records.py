@@ -3,13 +3,11 @@
 What is missing or damaged is left out, with a line for each in `Collection.problems`.
 """
 
-import contextlib
-import gc
 import os
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +46,6 @@ from rtx.settings.identity import digest, digests
 from rtx.settings.run_config import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
-RARELY = (50_000, 20, 50)
-"""New objects, and collections of younger ones, before Python looks for cycles."""
 NOT_STARTED = "not started"
 """The state of a run that a sweep has yet to begin."""
 
@@ -180,29 +176,14 @@ class Collection:
     commands: list[str] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let Python look for cycles of objects less often in this block.
-
-    Records form none, and looking takes a tenth of the time of a report of 1,000 runs.
-    """
-    former = gc.get_threshold()
-    gc.set_threshold(*RARELY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*former)
-
-
 def collect(places: Iterable[Path]) -> Collection:
     """Read study files and folders; a folder is a run, or has runs, or folders of runs."""
     collection = Collection()
-    with rare_collections():
-        for place in dict.fromkeys(places):
-            if is_study(place):
-                add_study(place, collection)
-            else:
-                add_folder(place, collection)
+    for place in dict.fromkeys(places):
+        if is_study(place):
+            add_study(place, collection)
+        else:
+            add_folder(place, collection)
     collection.cells.sort(key=lambda cell: cell.state == NOT_STARTED)
     collection.steps.sort(key=lambda record: record.time, reverse=True)
     return collection

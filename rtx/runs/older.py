@@ -9,7 +9,7 @@ FOREIGN = " (not the run's own data)"
 """Follows the name of data in a protocol where they are not those of the run."""
 PREFIXES = {"train": "train/", "valid": "valid/", "final": "valid/final_"}
 """The prefix of a metric's name, by the `kind` that rows of earlier versions have."""
-MARK_OF_A_ROW = b'"kind"'
+MARK_OF_EARLIER_ROW = b'"kind"'
 """Is in lines of metrics.jsonl by earlier versions alone."""
 FORMER_PREFIX = "val_"
 """The prefix that earlier versions gave the metrics of a validation."""

@@ -383,7 +383,7 @@ class CurveRow(Record):
     @classmethod
     def from_line(cls, line: bytes) -> Self:
         # A validator that maps the keys of earlier versions would double the time.
-        if older.MARK_OF_A_ROW in line:
+        if older.MARK_OF_EARLIER_ROW in line:
             return cls.of(MetricsRow.model_validate_json(line))
         return cls.model_validate_json(line)
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import hydra
 import yaml
+
+# Hydra has no public name for the folder of its own plug-ins.
 from hydra._internal import core_plugins
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins

@@ -88,8 +88,12 @@ def make_jobs_folder(sweep: Path) -> Path:
         # by path: it follows no link of this name, and the mode keeps other users out
         os.mkdir(folder, 0o700)
     status = status_inside(sweep, JOBS)
-    others_write = status is None or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if status is None or others_write or status.st_uid != os.getuid():
+    is_private = (
+        status is not None
+        and status.st_uid == os.getuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+    if not is_private:
         problem = "jobs run what is in it, and another user may write there"
         raise UserError(f"{folder}: {problem}; move it away, and rtx makes it anew")
     return folder
