@@ -700,7 +700,7 @@ class ClusterCache(Cache):
         assert self.key_LSD is not None
         position_JS = self.position_LS[list_J]
         return ListSlots(
-            head_J=list_J // self.clusters,
+            stream_head_J=list_J // self.clusters,
             key_JSD=self.key_LSD[list_J],
             value_JSD=self.value_LSD[list_J],
             mask_JS=self.slots_read(position_JS, list_J, position),

@@ -1,4 +1,4 @@
-"""Recurrent heads: a position reads its segment, and a memory of the positions before it.
+"""Recurrent heads: a position reads its segment, and a memory of the positions before the segment.
 
 Example: segments of 4 positions and a memory of 3. Position 6 is in the segment from 4 to 7. It
 reads 4 to 6, and the memory 1 to 3.
@@ -20,10 +20,10 @@ class Recurrent(ContiguousPattern):
     The pattern of Transformer-XL (Dai et al. 2019, section 3.2).
 
     Args:
-        length: positions of a segment.
-        memory: positions before it.
-        same_length: position i reads the last `memory` positions instead, itself included, as the
-            released code does in evaluation.
+        length: the number of positions of a segment.
+        memory: the number of positions before the segment that are read as well.
+        same_length: position i reads the `memory` positions that end with i, in whatever segment,
+            as the released code does in evaluation.
     """
 
     def __init__(

@@ -2,10 +2,11 @@
 
 Run `make package`, or `python -m tests.campaigns.install --python 3.12` for one Python. It builds
 the wheel and the source archive into `dist/`, in place of those that are there. For each Python and
-each of the two files it makes an empty environment, installs the file with its dependencies from
-the package index, checks that they agree, and runs the commands of rtx that README.md shows, in a
-folder that has nothing of the checkout but the records that README names. Training is short. What
-commands print must have the lines that README shows, except for numbers.
+each of the two files it makes an empty environment and installs the file with its dependencies from
+the package index. `uv pip check` checks that the versions are compatible. Then the commands of rtx
+that README.md shows run in a folder that contains only a copy of the records. Training takes few
+steps. The output must contain the lines that README shows, but of training only the last part,
+without the numbers of a long run.
 
 It needs the package index and uv (`pip install 'uv>=0.9,<1'`), which shares installed files between
 the environments. PyTorch with CUDA takes 5 GB; where PyTorch's own index is reached,
@@ -31,8 +32,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 KINDS = ("*.whl", "*.tar.gz")
 RECORDS = ROOT / "docs" / "results" / "records"
 SHORT = ("trainer.steps=5", "trainer.final_windows=8", "hardware=cpu")
-"""Overrides of README's training, which takes minutes without them."""
-CHECKOUT_ONLY = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RTX_OUTPUTS")
+"""Overrides that shorten README's training, which takes minutes without them."""
+REMOVED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RTX_OUTPUTS")
 """Variables that would let an environment find this checkout or other runs."""
 SECONDS = 1800
 """Time that one command may take; the longest downloads PyTorch."""
@@ -60,7 +61,7 @@ def build() -> list[Path]:
     for kind in KINDS:
         for former in DIST.glob(kind):
             former.unlink()
-    answer([uv(), "build", "--quiet", "--out-dir", str(DIST), str(ROOT)], ROOT)
+    run_command([uv(), "build", "--quiet", "--out-dir", str(DIST), str(ROOT)], ROOT)
     files = []
     for kind in KINDS:
         files += DIST.glob(kind)
@@ -69,59 +70,62 @@ def build() -> list[Path]:
 
 
 def check(file: Path, python: str) -> bool:
-    """Install a file for a Python and run README's commands; print the outcome, and return it."""
+    """Install a file for a Python and run README's commands; return whether they passed."""
     start = time.monotonic()
     name = f"{file.name}, Python {python}"
     with tempfile.TemporaryDirectory(prefix="rtx-install-") as folder:
         try:
-            commands = check_in(Path(folder), file, python)
+            count = check_in(Path(folder), file, python)
         except Failed as failure:
             print(f"{name}: FAILED\n{failure}", flush=True)
             return False
     seconds = round(time.monotonic() - start)
-    print(f"{name}: {commands} commands of README.md run, {seconds} s", flush=True)
+    print(f"{name}: {count} commands of README.md run, {seconds} s", flush=True)
     return True
 
 
 def check_in(folder: Path, file: Path, python: str) -> int:
-    """Do as `check`, in an empty folder; return the number of commands that ran."""
+    """Install the file and run README's commands in an empty folder; return their number."""
     environment = folder / "environment"
     here = folder / "here"
     shutil.copytree(RECORDS, here / RECORDS.relative_to(ROOT))
-    answer([uv(), "venv", "--quiet", "--python", python, str(environment)], here)
+    run_command([uv(), "venv", "--quiet", "--python", python, str(environment)], here)
     for words in (["install", "--quiet", str(file)], ["check", "--quiet"]):
-        answer([uv(), "pip", *words, "--python", str(environment)], here)
+        run_command([uv(), "pip", *words, "--python", str(environment)], here)
     rtx = str(environment / "bin" / "rtx")
-    assert "rtx " in answer([rtx, "--version"], here)
-    number = 0
+    assert "rtx " in run_command([rtx, "--version"], here)
+    count = 0
     for command in commands_of(ROOT / "README.md"):
         if not command.is_block or command.words[0] != "rtx":
             continue
         words = command.words[1:]
         if words[0] == "train":
             words += SHORT
-        written = answer([rtx, *words], here)
-        # Where lines are broken depends on the width of a terminal.
+        written = run_command([rtx, *words], here)
+        # Line breaks depend on the width of the terminal, so all whitespace is left out.
         if "".join(readme_shows(words[0]).split()) not in "".join(written.split()):
             raise Failed(f"{command.text}: prints other lines than README.md shows:\n{written}")
-        number += 1
-    return number
+        count += 1
+    return count
 
 
-def answer(command: list[str], folder: Path) -> str:
+def run_command(command: list[str], folder: Path) -> str:
     """Run a command in a folder; return what it wrote. `Failed` if its exit code is not 0."""
-    variables = {name: value for name, value in os.environ.items() if name not in CHECKOUT_ONLY}
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    variables = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
+    try:
+        result = subprocess.run(
+            command,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{' '.join(command)}: not done after {SECONDS} s") from error
     if result.returncode:
         raise Failed(f"{' '.join(command)}: exit code {result.returncode}\n{result.stdout}")
     return result.stdout

@@ -78,8 +78,8 @@ def attend_step(
 class ListSlots(NamedTuple):
     """The slots of J lists that newest positions read. A head may have several lists, or none."""
 
-    head_J: Tensor
-    """The head that reads each list, numbered over all streams: b * H + h."""
+    stream_head_J: Tensor
+    """The stream b and the head h that attend to each list, as b * H + h."""
     key_JSD: Tensor
     value_JSD: Tensor
     mask_JS: Tensor
@@ -91,9 +91,9 @@ class ListSlots(NamedTuple):
 def attend_lists(q_BHQD: Tensor, slots: ListSlots, terms: LogitTerms, merge: str) -> Tensor:
     """Return the outputs of the newest positions, merged over lists, `[B, H, Q, D]`.
 
-    With merge="mean" each list has a softmax with the sink, if there is one, and a query gets the
-    mean of the outputs of its lists. With "lse" it gets one softmax over the slots of all its
-    lists, with the sink once. A query without lists gets zero.
+    With merge="mean" each list has its softmax, which includes the sink if `terms` has one, and the
+    output of a query is the mean over its lists. With "lse" a query has one softmax over the slots
+    of all its lists, which includes the sink once. A query without lists gets zero.
     """
     shape_BHQ = q_BHQD.shape[:3]
     partial = attend_each(q_BHQD, slots, terms, merge)
@@ -110,17 +110,17 @@ def attend_lists(q_BHQD: Tensor, slots: ListSlots, terms: LogitTerms, merge: str
 def attend_each(q_BHQD: Tensor, slots: ListSlots, terms: LogitTerms, merge: str) -> Partial:
     """Return the outputs of the newest positions in each list, which `combine` merges.
 
-    With merge="mean" log-sums are zero, so that all lists of a row have equal weight.
+    With merge="mean" all lists of a query have equal log-sums, so that they have equal weight.
     """
     H = q_BHQD.shape[1]
     Q = q_BHQD.shape[2]
-    head_J = slots.head_J % H
+    head_J = slots.stream_head_J % H
     q_XQD = q_BHQD.flatten(0, 1)
-    q_JQD = q_XQD[slots.head_J]
+    q_JQD = q_XQD[slots.stream_head_J]
     needs_log_sums = merge == "lse" or terms.sink_IH is not None
-    out_JQD, log_sum_JQ = softmaxes(q_JQD, head_J, slots, terms, needs_log_sums)
+    out_JQD, log_sum_JQ = attend_within_lists(q_JQD, head_J, slots, terms, needs_log_sums)
     query_Q = torch.arange(Q, device=head_J.device)
-    first_row_J = slots.head_J * Q
+    first_row_J = slots.stream_head_J * Q
     row_JQ = first_row_J[:, None] + query_Q
     partial = Partial(
         row_JQ.flatten(),
@@ -136,16 +136,16 @@ def attend_each(q_BHQD: Tensor, slots: ListSlots, terms: LogitTerms, merge: str)
     return partial._replace(log_sum_S=torch.zeros_like(partial.log_sum_S))
 
 
-def softmaxes(
+def attend_within_lists(
     q_JQD: Tensor,
     head_J: Tensor,
     slots: ListSlots,
     terms: LogitTerms,
     needs_log_sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of queries over the slots of their lists, `[J, Q, D]`, and log-sums.
+    """Return the outputs of attention within each list, `[J, Q, D]`, and the log-sums `[J, Q]`.
 
-    The log-sums `[J, Q]` do not count sinks. If they are not needed, they are zero.
+    The log-sums exclude sinks. Use them only with `needs_log_sums`.
 
     Args:
         head_J: the head of each list, 0 to H - 1.
@@ -164,7 +164,7 @@ def softmaxes(
             head_J,
             terms,
         )
-    # Each list is a head of a batch of J.
+    # The lists are a batch of J with one head each.
     out_J1QD = attend_step(
         q_JQD[:, None],
         slots.key_JSD[:, None],
