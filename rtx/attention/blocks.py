@@ -530,7 +530,8 @@ class BlockCache(GrowingCache):
         first_block = first // block
         self.choice_BHSE = stored(self.choice_BHSE, mean_BHgD, first_block)
         finished = mean_BHgD.shape[2] * block
-        self.open_k_BHND = k_BHND[:, :, finished:]
+        # A slice would keep the memory of the whole prompt.
+        self.open_k_BHND = k_BHND[:, :, finished:].clone()
 
     def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
