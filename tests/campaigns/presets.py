@@ -556,21 +556,28 @@ def line(row: Row) -> str:
 
 INTRODUCTION = """# Every preset, on two CPU cores
 
-`make presets`: {where}.
-`tests/campaigns/presets.py` says what is made small; `benchmarks/results/presets-cpu.json` has the
-overrides of each row.
+`make presets` took {where}.
+`tests/campaigns/presets.py` describes how each preset is made small.
+`benchmarks/results/presets-cpu.json` has the overrides of each row.
 
-Every row trained 20 steps; another run of it was stopped by SIGTERM at step 10 and resumed to the
-same bits; it was scored on two windows, sampled (recall tasks have no text), exported, and its
-export scored the same. Models have {layers} layers of width {width} and at most {heads} heads;
-patterns, windows, positions, norms, dropouts and optimizers are the preset's own. "N taken" is the
-sequence length of the run, "of" that of the preset. Plans are those of the unchanged presets on
-this machine. The bits do not measure a preset's quality.
+Each row below passed these checks, unless it says **failed**:
+
+- A run of 20 steps lowered its training loss.
+- A second run, stopped by SIGTERM at step 10 and resumed, logged the same bits at every step.
+- The first run was scored on two windows and exported, and the export had the same score.
+- The first run wrote a sample, except for recall tasks, which have no text.
+
+The models are reduced to {layers} layers of width {width} and at most {heads} heads. Attention
+patterns, windows, positions, norms, dropouts and optimizers are those of the preset. Some sequences
+are shorter: N is the sequence length of the run, "N of the preset" the unreduced one. The mean
+training bits of the last three steps are in the column "bits, last 3 steps". The last two columns
+are what `rtx plan` prints for the unreduced preset on this machine; the memory is that of one
+device. The bits do not measure the quality of a preset.
 
 """
 COLUMNS = (
-    *("preset", "data", "N taken", "of", "bits, step 1", "last 3 steps", "scored"),
-    *("parameters planned", "GiB planned"),
+    *("preset", "data", "N", "N of the preset", "bits, step 1", "bits, last 3 steps"),
+    *("bits, scored", "parameters of the preset", "memory of the preset, GiB"),
 )
 RULES = ("---", "---", *("---:",) * 7)
 
@@ -588,7 +595,7 @@ def page(rows: list[Row]) -> str:
 def page_line(row: Row) -> str:
     """Return a row of the table of docs/results/presets.md."""
     if "as" in row:
-        return f"| {row['preset']} | its first row is {row['as']} ||||||||"
+        return f"| {row['preset']} | not run again: its first cell equals {row['as']} ||||||||"
     if "failed" in row:
         return f"| {row['preset']} | **failed**: {row['failed']} ||||||||"
     values = [
