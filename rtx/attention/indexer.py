@@ -195,15 +195,15 @@ class Indexer(TopKeys):
         numbers_of_query = 4 * N
         (part,) = parts
         if isinstance(part, IndexReads):
-            index_BHNK = part.index_RK.unflatten(0, (B, H, N))
+            index_BHNK = torch.unflatten(part.index_RK, 0, (B, H, N))
             inputs.append(index_BHNK)
             K = index_BHNK.shape[-1]
             numbers_of_query = 2 * N + 8 * K
         pieces = self.query_pieces(qk, numbers_of_query)
         positions_of_piece = pieces[0].stop
         query_BHNE = self.choice_queries(qk)[:, :, :queries]
-        queries_of_pieces = query_BHNE.split(positions_of_piece, dim=2)
-        sums = []
+        queries_of_pieces = torch.split(query_BHNE, positions_of_piece, dim=2)
+        sums: list[Tensor] = []
         for positions, query_BHQE in zip(pieces, queries_of_pieces, strict=True):
             divergence = recomputed(self.divergence, positions, query_BHQE, *inputs)
             sums.append(divergence)

@@ -263,12 +263,12 @@ class PositionPattern(Pattern):
 
         Positions count from the start of each document, and its bounds are added to the ranges.
         """
-        lists_of_sequences = []
+        lists_of_sequences: list[list[PositionLists]] = []
         for position_N in documents.position_BN:
             lists = self.position_lists(position_N, H)
             assert lists is not None
             lists_of_sequences.append(lists)
-        parts = []
+        parts: list[RangeReads] = []
         # Each part has one `PositionLists` of every sequence.
         for lists_B in zip(*lists_of_sequences, strict=True):
             parts.append(packed_ranges_in_documents(lists_B, documents, H))

@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.reads import RangeReads
+from rtx.attention.typed_torch import to_list
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask."""
@@ -154,7 +155,7 @@ def block_mask(part: RangeReads) -> BlockMask:
     most_keys = (high_X - low_X).amax() + 1
     most_queries = (high_Y - low_Y).amax() + 1
     numbers = torch.stack([most_keys, most_queries, falls.long()])
-    key_width, query_width, some_fall = numbers.tolist()  # the CPU waits for the GPU once
+    key_width, query_width, some_fall = to_list(numbers)  # the CPU waits for the GPU once
     if some_fall:
         need = "ranges that never fall from query to query"
         raise ValueError(f"backend='flex' needs {need}: take backend='torch'")

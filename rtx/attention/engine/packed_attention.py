@@ -57,6 +57,7 @@ from rtx.attention.engine.packed_launch import (
     sum_by_row,
 )
 from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.typed_torch import operator
 
 
 def has_compiler() -> bool:
@@ -191,7 +192,7 @@ def relative_terms(
     return keys_HTD, terms.relative.bias_HM, terms.relative.values_MD
 
 
-@torch.library.custom_op("rtx::packed_attention", mutates_args=())
+@operator("rtx::packed_attention")
 def packed_attention(
     q_BHND: Tensor,
     k_BHND: Tensor | None,
@@ -264,7 +265,7 @@ def _(
     return out_GE, lse_U, out_GE.new_empty(0), lse_U.new_empty(0)
 
 
-@torch.library.custom_op("rtx::packed_attention_backward", mutates_args=())
+@operator("rtx::packed_attention_backward")
 def packed_attention_backward(
     dout_GE: Tensor,
     dlse_U: Tensor | None,
