@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -238,7 +238,7 @@ def check_finite_values(name: str, x: Tensor | None, is_checked: Tensor | None =
     if is_checked is not None:
         is_bad = is_bad & is_checked
     if bool(is_bad.any()):
-        first = tuple(to_list(is_bad.nonzero()[0]))
+        first = tuple(tolist(is_bad.nonzero()[0]))
         bad = f"{int(is_bad.sum())} in all, the first at {first}"
         raise ValueError(f"{name} holds NaN or infinity ({bad}): check_finite=True allows neither")
 

@@ -184,7 +184,7 @@ class Centroids(nn.Module):
                 return after
             return buffer.to(after.device)
 
-        super()._apply(on_device, recurse)
+        super()._apply(on_device, recurse)  # pyright: ignore[reportUnknownMemberType]
         self.reset_statistics()
         return self
 
@@ -667,7 +667,7 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     """
     state, total_YZ = stacked(layers)
     if is_distributed():
-        dist.all_reduce(total_YZ)
+        dist.all_reduce(total_YZ)  # pyright: ignore[reportUnknownMemberType]
     after = move(rule, state, total_YZ)
     copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
     thresholds = thresholds_of(layers)

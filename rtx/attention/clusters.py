@@ -91,7 +91,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.static import is_static
 from rtx.attention.ties import centroid_margin
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 Item = TypeVar("Item")
 
@@ -161,7 +161,7 @@ def around(positions: list[int], i: int, count: int) -> list[int]:
 
 def members_of(is_member_N: Tensor) -> list[int]:
     """Return the positions of the members of one cluster, ascending."""
-    return to_list(is_member_N.nonzero()[:, 0])
+    return tolist(is_member_N.nonzero()[:, 0])
 
 
 class Joins(NamedTuple):

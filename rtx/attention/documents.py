@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.padding import Group
-from rtx.attention.typed_torch import run_lengths, to_list, unique_with_counts
+from rtx.attention.typed_torch import run_lengths, tolist, unique_with_counts
 
 
 class Documents:
@@ -135,7 +135,7 @@ def groups_of_documents(
     length_J = document_lengths.repeat_interleave(document_lengths)
     order_J = length_J.argsort(stable=True)
     lengths, counts = unique_with_counts(document_lengths)
-    sizes = zip(to_list(lengths), to_list(counts), strict=True)
+    sizes = zip(tolist(lengths), tolist(counts), strict=True)
     groups: list[Group] = []
     for length, sequences in sizes:
         group = Group(sequences=sequences, length=length, memory=0)

@@ -41,6 +41,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.recompute import recomputed
 from rtx.attention.top_keys import TopKeys, positions_in
+from rtx.attention.typed_torch import register_load_state_dict_post_hook
 
 WIDTH = 16
 """E, unless an argument says otherwise."""
@@ -93,7 +94,7 @@ class Indexer(TopKeys):
         self.step_count: int | None = 0
         """The number in `steps`, so that the CPU need not wait for a GPU to learn it; None: not
         yet copied from there."""
-        self.register_load_state_dict_post_hook(Indexer.forget_step_count)
+        register_load_state_dict_post_hook(self, Indexer.forget_step_count)
 
     def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
         """Return q_i P_q / sqrt(E) and k_j P_k, one position after the other."""

@@ -57,7 +57,7 @@ from rtx.attention.reads import (
     pack,
     starts_around,
 )
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 CAUSAL = "causal"
 REFORMER = "reformer"
@@ -80,7 +80,7 @@ def hashed(
         streaming: whether "reformer" sorts the positions up to each query alone.
         causal: whether a query reads keys up to its position alone.
     """
-    rounds = to_list(bucket_TN)
+    rounds = tolist(bucket_TN)
     N = bucket_TN.shape[1]
     chunk = max(1, window // 2)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)

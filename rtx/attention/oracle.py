@@ -22,7 +22,7 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV
 from rtx.attention.pattern import Pattern, Rotate
 from rtx.attention.reads import QueriesKeys
-from rtx.attention.typed_torch import to_list, unique
+from rtx.attention.typed_torch import tolist, unique
 
 
 def attend_by_rule(
@@ -141,7 +141,7 @@ def attend_documents(
     for b, first_N in enumerate(documents.first_BN):
         sequence = slice(b, b + 1)
         outs: list[Tensor] = []
-        for first in to_list(unique(first_N)):
+        for first in tolist(unique(first_N)):
             is_in_document_N = first_N == first
             q_1HJD = q_BHND[sequence, :, is_in_document_N]
             v_1HJD = v_BHND[sequence, :, is_in_document_N]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.typed_torch import to_list, unique_rows
+from rtx.attention.typed_torch import tolist, unique_rows
 
 QKV = tuple[Tensor, Tensor | None, Tensor]
 """Queries, keys (None where queries serve as keys) and values, `[B, H, N, D]`."""
@@ -125,10 +125,10 @@ def scattered(out_JHD: Tensor, row_J: Tensor, B: int, N: int) -> Tensor:
 def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tensor]:
     """Return the groups that have real positions, and the rows of these positions, `[J]`."""
     real_UN, group_B = unique_rows(real_BN)
-    sequences = to_list(group_B.bincount())
-    lengths = to_list(real_UN.sum(1))
+    sequences = tolist(group_B.bincount())
+    lengths = tolist(real_UN.sum(1))
     memory_UN = real_UN[:, :memory]
-    memories = to_list(memory_UN.sum(1))
+    memories = tolist(memory_UN.sum(1))
     groups: list[Group] = []
     for number, length in enumerate(lengths):
         group = Group(

@@ -99,7 +99,7 @@ from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best, highest, tie_margin
 from rtx.attention.top_keys import GrowingCache, TopKeys, readable_count
-from rtx.attention.typed_torch import to_list, vector_norm
+from rtx.attention.typed_torch import tolist, vector_norm
 
 LARGEST = sys.float_info.max
 
@@ -279,7 +279,7 @@ class Probed(TopKeys):
         centroid_CD = centroid_CD.to(q_ND.dtype)
         largest_norm = max(vector_norm(mu_D) for mu_D in centroid_CD)
         cluster_N = [cluster_of_key(k_D, centroid_CD, largest_norm) for k_D in k_ND]
-        score_NC = to_list(q_ND @ centroid_CD.T)
+        score_NC = tolist(q_ND @ centroid_CD.T)
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
@@ -300,8 +300,8 @@ class Probed(TopKeys):
     def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_A: list[int]) -> list[int]:
         """Return the positions of a query's W best candidates."""
         k_AD = k_ND[position_A]
-        logits = to_list(q_D @ k_AD.T)
-        margins = to_list(self.tie_margins(q_D, k_AD))
+        logits = tolist(q_D @ k_AD.T)
+        margins = tolist(self.tie_margins(q_D, k_AD))
         best_of_A = best(logits, margins, self.window)
         return [position_A[number] for number in best_of_A]
 

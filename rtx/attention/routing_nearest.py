@@ -18,7 +18,7 @@ from rtx.attention.members import ClusterMembers, nearest_members, products
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest, highest_clusters
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 
 class Nearest(Routing):
@@ -30,8 +30,8 @@ class Nearest(Routing):
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        margins = to_list(margin_C)
-        score_NC = to_list(score_CN.T)
+        margins = tolist(margin_C)
+        score_NC = tolist(score_CN.T)
         for i, score_C in enumerate(score_NC):
             cluster = highest(score_C, margins)
             member_CN[cluster, i] = True

@@ -24,7 +24,7 @@ from rtx.attention.members import ClusterMembers, choose_members, products
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 CAPACITY_FACTOR = 4
 """The first `capacity_factor`, see capacity.py."""
@@ -59,8 +59,8 @@ class Thresholds(Routing):
         threshold_HC = self.centroids.thresholds()[role]
         threshold_C = threshold_HC[head]
         above_CN = score_CN - threshold_C[:, None]
-        above_NC = to_list(above_CN.T)
-        margins = to_list(margin_C)
+        above_NC = tolist(above_CN.T)
+        margins = tolist(margin_C)
         for i, above_C in enumerate(above_NC):
             reached: list[int] = []
             for c, above in enumerate(above_C):

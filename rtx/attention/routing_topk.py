@@ -64,7 +64,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import best
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 EMPTY = 1 << 40
 """The position of the empty slot 0; slot s has `EMPTY` - s. All positions are lower."""
@@ -80,8 +80,8 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     """
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
-    margins = to_list(margin_C)
-    for c, score_N in enumerate(to_list(score_CN)):
+    margins = tolist(margin_C)
+    for c, score_N in enumerate(tolist(score_CN)):
         members: list[int] = []
         for i in range(N):
             members = members_with_next(members, i, score_N, margins[c], window)
@@ -179,8 +179,8 @@ class TopK(Routing):
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        margins = to_list(margin_C)
-        for c, score_N in enumerate(to_list(score_CN)):
+        margins = tolist(margin_C)
+        for c, score_N in enumerate(tolist(score_CN)):
             margin_N = [margins[c] for _ in score_N]
             members = best(score_N, margin_N, self.window)
             member_CN[c, members] = True
@@ -319,8 +319,9 @@ class TopK(Routing):
         self,
         qk: QueriesKeys,
         parts: list[Reads] | None,
-        cache: TopKCache,
+        cache: ClusterCache,
     ) -> MemberLists:
+        assert isinstance(cache, TopKCache)
         N = qk.q_BHND.shape[2]
         C = self.centroids.centroid_HCD.shape[1]
         if parts is None:
@@ -332,7 +333,8 @@ class TopK(Routing):
         _, best_keys = both_roles(cache.best)
         return best_keys.members(C, N)
 
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: TopKCache) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
+        assert isinstance(cache, TopKCache)
         centroid_HCD = self.centroids.centroid_HCD
         scores: list[Tensor] = []
         for x_BH1D in self.clustered(qk):

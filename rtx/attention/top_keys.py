@@ -35,7 +35,7 @@ from rtx.attention.precision import wide_type
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads, first_rows
 from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
-from rtx.attention.typed_torch import to_list, vector_norm
+from rtx.attention.typed_torch import tolist, vector_norm
 
 
 def best_keys(
@@ -53,8 +53,8 @@ def best_keys(
         readable: the positions of the keys that each query may read, ascending.
     """
     mask_NN = torch.zeros_like(score_NN, dtype=torch.bool)
-    scores = to_list(score_NN)
-    margins = to_list(margin_NN)
+    scores = tolist(score_NN)
+    margins = tolist(margin_NN)
     for i, positions in enumerate(readable):
         readable_scores = [scores[i][j] for j in positions]
         readable_margins = [margins[i][j] for j in positions]

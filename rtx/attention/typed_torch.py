@@ -1,31 +1,33 @@
-"""Functions of torch with types, where torch declares none, or declares a part of them.
+"""Functions and methods of torch with types, where torch declares none, or a part of them.
 
 Pyright checks this library in strict mode, in which a value of an unknown type is an error. So the
-other files call these functions instead of torch's.
+other files call these functions. They have torch's names, or say which method they call.
 """
 
-# Only in this file:
-# pyright: reportUnknownArgumentType=false
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
+# The unknown types end in this file.
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., object])
 Result_co = TypeVar("Result_co", covariant=True)
 
 
+# Operators.
+
+
 class Operator(Protocol[Arguments, Result_co]):
-    """An operator of PyTorch (`torch.library.CustomOpDef`), with the types of its function."""
+    """An operator (`torch.library.CustomOpDef`), with the types of its function."""
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result_co: ...
 
-    def register_fake(self, function: Function, /) -> Function: ...
+    def register_fake(self, fn: Function, /) -> Function: ...
 
     def register_autograd(
         self,
@@ -36,24 +38,24 @@ class Operator(Protocol[Arguments, Result_co]):
     ) -> None: ...
 
 
-def operator(
+def custom_op(
     name: str,
 ) -> Callable[[Callable[Arguments, Result_co]], Operator[Arguments, Result_co]]:
-    """Return a decorator that makes an operator of a function which changes no argument.
-
-    Source: `torch.library.custom_op`.
-    """
+    """Return the decorator that makes an operator of a function which changes no argument."""
     decorator: Any = torch.library.custom_op(name, mutates_args=())
     return decorator
 
 
-def to_list(x: Tensor) -> list[Any]:
+# Tensors.
+
+
+def tolist(x: Tensor) -> list[Any]:
     """Return the numbers of a vector, the rows of a matrix as lists of numbers, and so on."""
     return x.tolist()
 
 
 def vector_norm(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the Euclidean norms along a dimension; None: the norm of all numbers."""
+    """Return the Euclidean norms along a dimension, or of all numbers together (`Tensor.norm`)."""
     return cast(Tensor, x.norm(dim=dim, keepdim=keepdim))
 
 
@@ -63,21 +65,37 @@ def unique(x: Tensor) -> Tensor:
 
 
 def unique_with_counts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different numbers of a tensor, in ascending order, and how often each occurs."""
+    """Return the result of `unique`, and how often each number occurs."""
     return x.unique(return_counts=True)
 
 
 def unique_rows(x_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different rows of a matrix, `[U, N]`, and the number of each row among them."""
+    """Return the different rows of a matrix, and for each row its number among them, `[B]`."""
     return x_BN.unique(dim=0, return_inverse=True)
 
 
 def run_lengths(x: Tensor) -> Tensor:
-    """Return the lengths of the runs of equal numbers in a vector."""
+    """Return the lengths of the runs of equal numbers in a vector (`unique_consecutive`)."""
     _, lengths = x.unique_consecutive(return_counts=True)
     return lengths
 
 
 def qr(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors Q and R of matrices, the last two dimensions of a tensor."""
+    """Return the factors Q and R of a matrix, or of each matrix of several (`torch.linalg.qr`)."""
     return torch.linalg.qr(x)
+
+
+# Modules.
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return an iterator over a module and all modules in it, with their names."""
+    return model.named_modules()
+
+
+def register_load_state_dict_post_hook(
+    module: nn.Module,
+    hook: Callable[[Any, object], None],
+) -> None:
+    """Call a hook after a state dict is loaded, with the module and the keys that did not fit."""
+    module.register_load_state_dict_post_hook(hook)

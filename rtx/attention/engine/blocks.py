@@ -19,7 +19,7 @@ form, Q query slots and K key slots of a block, S = G * Q query slots of all of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from rtx.attention.once import derived_once
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import Holes, RangeReads
 from rtx.attention.recompute import recomputed
-from rtx.attention.typed_torch import to_list, unique
+from rtx.attention.typed_torch import tolist, unique
 
 MAX_SCORES_CPU = 1 << 20
 """The most scores that a CPU computes at once; they fit in its cache. A block may have more."""
@@ -385,7 +385,7 @@ def squares_of(part: RangeReads, is_square_L: Tensor, quarter: int) -> list[Form
     squares = Runs(begin_G=first_L, count_G=count_L, low_G=first_L)
     size_L = whole_pieces(count_L, quarter) * quarter
     blocks: list[FormBlocks] = []
-    for size in to_list(unique(size_L[is_square_L])):
+    for size in tolist(unique(size_L[is_square_L])):
         is_of_size_L = is_square_L & (size_L == size)
         of_size = squares.where(is_of_size_L)
         blocks.append(make_blocks(part, of_size, size, size))
@@ -420,7 +420,7 @@ def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[FormBloc
     width_G = whole_pieces(keys_G, step) * step
     reads_some_G = width_G > 0
     blocks: list[FormBlocks] = []
-    for width in to_list(unique(width_G[reads_some_G])):
+    for width in tolist(unique(width_G[reads_some_G])):
         of_width = runs.where(width_G == width)
         blocks.append(make_blocks(part, of_width, step, width))
     return blocks
@@ -548,6 +548,8 @@ class TakeRows(torch.autograd.Function):
 
     Indexing would make such a tensor for each tensor of row numbers, and then add these.
     """
+
+    apply: Callable[..., tuple[Tensor, ...]]  # torch's has no types
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

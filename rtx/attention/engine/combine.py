@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.typed_torch import operator
+from rtx.attention.typed_torch import custom_op
 
 SPARE_ROWS = 64
 """The number of extra rows, after the R rows, for members that read nothing."""
@@ -99,7 +99,7 @@ def sinks_alone(sink_R: Tensor, partial: Partial) -> Partial:
     return Partial(row_R, no_value_RD, log_sum_R)
 
 
-@operator("rtx::combined")
+@custom_op("rtx::combined")
 def combined(
     row_S: Tensor,
     sum_S: Tensor,

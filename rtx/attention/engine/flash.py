@@ -48,7 +48,7 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def has_flash(device: torch.device) -> bool:
     """Return whether a device can run torch's flash kernel.
 

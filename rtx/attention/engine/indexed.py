@@ -25,7 +25,7 @@ from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.reads import IndexReads
 from rtx.attention.recompute import recomputed
-from rtx.attention.typed_torch import to_list
+from rtx.attention.typed_torch import tolist
 
 
 def refusal(problem: Problem) -> str | None:
@@ -147,7 +147,7 @@ def attend_heads(
         if both_sides:
             key_stop = N
         elif position_T.is_cpu:
-            key_stop = max(to_list(position_Q), default=0) + 1
+            key_stop = max(tolist(position_Q), default=0) + 1
         else:
             # The queries are those of all positions, so the number follows without reading the GPU.
             key_stop = min(N, key_stop + queries)

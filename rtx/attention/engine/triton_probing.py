@@ -30,7 +30,7 @@ from rtx.attention.engine.rounding import power_of_two, whole_pieces
 from rtx.attention.engine.triton_selection import precision
 from rtx.attention.reads import MemberLists
 from rtx.attention.ties import tie_margin
-from rtx.attention.typed_torch import operator
+from rtx.attention.typed_torch import custom_op
 
 TILE = 32
 """Positions of a tile, as `probing_kernels.TILE`, which only a machine with Triton can read."""
@@ -163,7 +163,7 @@ def files_by_kernels(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesT
     return cluster_XN, word_XTC, last_XCT, bound_L1, row_M, first_R1, member_M
 
 
-file_operator = operator("rtx::file_keys")(files_by_kernels)
+file_operator = custom_op("rtx::file_keys")(files_by_kernels)
 
 
 @file_operator.register_fake
@@ -410,7 +410,7 @@ def launch_probe(
     )
 
 
-probe_operator = operator("rtx::probe_files")(probes_by_kernels)
+probe_operator = custom_op("rtx::probe_files")(probes_by_kernels)
 
 
 @probe_operator.register_fake
@@ -619,7 +619,7 @@ def tally_arguments(name: str, tally: Tally) -> dict[str, Tensor]:
     return {f"{name}_word": tally.word_XTC, f"{name}_last": tally.last_XCT}
 
 
-pack_operator = operator("rtx::pack_members")(lists_by_kernels)
+pack_operator = custom_op("rtx::pack_members")(lists_by_kernels)
 
 
 @pack_operator.register_fake
