@@ -1,46 +1,51 @@
-"""Functions and methods of torch with types, where torch declares none, or a part of them.
+"""Functions of torch with types, where torch declares none, or only a part of them.
 
 Pyright checks this library in strict mode, in which a value of an unknown type is an error. So the
-other files call these functions. They have torch's names, or say which method they call.
+other files call these functions instead of torch's, whose names they have or tell.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
-# The unknown types end in this file.
+# Torch's unknown types end here.
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 Arguments = ParamSpec("Arguments")
 Function = TypeVar("Function", bound=Callable[..., object])
-Result_co = TypeVar("Result_co", covariant=True)
+Result = TypeVar("Result")
 
 
 # Operators.
 
 
-class Operator(Protocol[Arguments, Result_co]):
-    """An operator (`torch.library.CustomOpDef`), with the types of its function."""
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
-    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result_co: ...
+    class Operator(CustomOpDef, Generic[Arguments, Result]):
+        """An operator, with the types of its function."""
 
-    def register_fake(self, fn: Function, /) -> Function: ...
+        def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result: ...
 
-    def register_autograd(
-        self,
-        backward: Callable[..., object],
-        /,
-        *,
-        setup_context: Callable[..., None],
-    ) -> None: ...
+        def register_fake(self, fn: Function, /) -> Function: ...
+
+        def register_autograd(
+            self,
+            backward: Callable[..., object],
+            /,
+            *,
+            setup_context: Callable[..., None] | None = None,
+        ) -> None: ...
 
 
 def custom_op(
     name: str,
-) -> Callable[[Callable[Arguments, Result_co]], Operator[Arguments, Result_co]]:
+) -> Callable[[Callable[Arguments, Result]], Operator[Arguments, Result]]:
     """Return the decorator that makes an operator of a function which changes no argument."""
     decorator: Any = torch.library.custom_op(name, mutates_args=())
     return decorator
@@ -65,12 +70,15 @@ def unique(x: Tensor) -> Tensor:
 
 
 def unique_with_counts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of `unique`, and how often each number occurs."""
+    """Return the result of `unique`, and how often each number occurs (`return_counts`)."""
     return x.unique(return_counts=True)
 
 
 def unique_rows(x_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different rows of a matrix, and for each row its number among them, `[B]`."""
+    """Return the different rows of a matrix, and the number of each row among them, `[B]`.
+
+    This is `unique` with `return_inverse`.
+    """
     return x_BN.unique(dim=0, return_inverse=True)
 
 

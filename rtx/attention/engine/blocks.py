@@ -549,7 +549,7 @@ class TakeRows(torch.autograd.Function):
     Indexing would make such a tensor for each tensor of row numbers, and then add these.
     """
 
-    apply: Callable[..., tuple[Tensor, ...]]  # torch's has no types
+    apply: Callable[..., tuple[Tensor, ...]]  # torch declares it without types
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ blocks of keys, Z blocks of either kind, D head size.
 """
 
 # pyright: reportUnknownMemberType=false
-# torch declares torch.compile and the limit of its compilations without some types.
+# torch declares `compile` and the limit of compilations with a part of their types.
 
 import functools
 import math

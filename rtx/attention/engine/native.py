@@ -153,9 +153,9 @@ class RangeTensors(NamedTuple):
 
 
 class IndexTensors(NamedTuple):
-    """An index by the kernel's name."""
+    """An index by the kernel's name, which hides `tuple.index`."""
 
-    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]  # the kernel's name
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 KernelReads = RangeTensors | IndexTensors
@@ -221,7 +221,7 @@ class Attention(torch.autograd.Function):
     Without keys (`k_RD` is None) the queries serve as keys.
     """
 
-    apply: Callable[..., Result]  # torch's has no types
+    apply: Callable[..., Result]  # torch declares it without types
 
     @staticmethod
     def forward(
@@ -264,7 +264,7 @@ class CombinedAttention(torch.autograd.Function):
     keys (`k_RD` is None) the queries serve as keys.
     """
 
-    apply: Callable[..., Tensor]  # torch's has no types
+    apply: Callable[..., Tensor]  # torch declares it without types
 
     @staticmethod
     def forward(
