@@ -37,6 +37,7 @@ other files, in the order in which they help to read on:
     static.py, capacity.py: selection in static shapes for GPUs, and lists of fixed capacity
     once.py            caches of lists that follow from shapes
     pairs.py           numbers of pairs, for plans
+    typed_torch.py     functions of torch that torch declares without types
     arguments.py, precision.py, pieces.py, recompute.py, gradients.py: small helpers of all others
 
 Names of tensors end with the letters of their dimensions: `q_BHND` is `[B, H, N, D]`, and 1 is a

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rtx.attention.documents import Documents
 from rtx.attention.engine.softmax import RelativeTables
+from rtx.attention.typed_torch import tolist
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -53,7 +54,7 @@ def check_call(
     check_relative(relative, q_BHND, v_BHND)
 
 
-def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
+def check_relative(relative: object, q_BHND: Tensor, v_BHND: Tensor) -> None:
     """Refuse tables by distance that do not fit queries, keys and values; None passes."""
     if relative is None:
         return
@@ -64,15 +65,15 @@ def check_relative(relative: RelativeTables | None, q_BHND: Tensor, v_BHND: Tens
     keys_MD = relative.keys_MD
     check_tensor("relative.keys_MD", keys_MD)
     _, H, _, D = q_BHND.shape
-    M = 1
+    distances = 1
     if keys_MD.dim() > 1:
-        M = max(M, keys_MD.shape[-2])
-    keys_shape = (M, D)
+        distances = max(1, keys_MD.shape[-2])
+    keys_shape = (distances, D)
     if keys_MD.dim() == 3:
-        keys_shape = (H, M, D)
+        keys_shape = (H, distances, D)
     check_table("relative.keys_MD", keys_MD, keys_shape, q_BHND)
-    check_table("relative.values_MD", relative.values_MD, (M, v_BHND.shape[-1]), q_BHND)
-    check_table("relative.bias_HM", relative.bias_HM, (H, M), q_BHND)
+    check_table("relative.values_MD", relative.values_MD, (distances, v_BHND.shape[-1]), q_BHND)
+    check_table("relative.bias_HM", relative.bias_HM, (H, distances), q_BHND)
 
 
 def check_table(name: str, table: Tensor | None, shape: tuple[int, ...], q_BHND: Tensor) -> None:
@@ -147,7 +148,7 @@ def check_across(
     check_shape("q_BHND", q_BHND, shape, k_BHND, k_BHND.dtype)
 
 
-def check_documents(documents: Documents | None, q_BHND: Tensor, memory: int) -> None:
+def check_documents(documents: object, q_BHND: Tensor, memory: int) -> None:
     """Refuse documents of other sequences than the queries', and beside a memory; None passes."""
     if documents is None:
         return
@@ -237,7 +238,7 @@ def check_finite_values(name: str, x: Tensor | None, is_checked: Tensor | None =
     if is_checked is not None:
         is_bad = is_bad & is_checked
     if bool(is_bad.any()):
-        first = tuple(is_bad.nonzero()[0].tolist())
+        first = tuple(tolist(is_bad.nonzero()[0]))
         bad = f"{int(is_bad.sum())} in all, the first at {first}"
         raise ValueError(f"{name} holds NaN or infinity ({bad}): check_finite=True allows neither")
 

@@ -46,6 +46,7 @@ from rtx.attention.top_keys import (
     TopKeys,
     positions_in,
 )
+from rtx.attention.typed_torch import vector_norm
 
 POSITION_FACTOR = 0x9E3779B1
 BLOCK_FACTOR = 0x85EBCA77
@@ -64,8 +65,8 @@ def block_means(x_ND: Tensor, block: int) -> list[Tensor]:
     Args:
         block: b.
     """
-    means = []
-    for x_bD in x_ND.split(block):
+    means: list[Tensor] = []
+    for x_bD in torch.split(x_ND, block):
         total_D = x_bD.sum(0)
         means.append(total_D / len(x_bD))
     return means
@@ -183,7 +184,7 @@ class Blocks(TopKeys):
         N = x_BHND.shape[2]
         whole = N // self.block
         stop = whole * self.block
-        x_BHgbD = x_BHND[:, :, :stop].unflatten(2, (whole, self.block))
+        x_BHgbD = torch.unflatten(x_BHND[:, :, :stop], 2, (whole, self.block))
         mean_BHgD = x_BHgbD.mean(3)
         if self.causal or stop == N:
             return mean_BHgD
@@ -255,8 +256,8 @@ class Blocks(TopKeys):
             means: the means of all blocks.
             others: the blocks among which it chooses.
         """
-        scores = []
-        margins = []
+        scores: list[float] = []
+        margins: list[float] = []
         for g in others:
             numbers = (head, i, g)
             scores.append(self.score_by_rule(q_D, means[g], numbers))
@@ -274,8 +275,8 @@ class Blocks(TopKeys):
 
     def margin_by_rule(self, q_D: Tensor, mean_D: Tensor) -> float:
         """Return the margin within which other scores count as equal to `score_by_rule`."""
-        q_norm = q_D.norm()
-        mean_norm = mean_D.norm()
+        q_norm = vector_norm(q_D)
+        mean_norm = vector_norm(mean_D)
         margin = tie_margin(q_norm, mean_norm, q_D.dtype)
         return float(margin)
 
@@ -357,7 +358,7 @@ class Blocks(TopKeys):
         mean_k_BHgD = self.means_of_blocks(qk.k_BHND)
         mean_v_BHgD = self.means_of_blocks(v_BHND)
         blocks = mean_k_BHgD.shape[2]
-        outs = []
+        outs: list[Tensor] = []
         for positions in self.query_pieces(qk, blocks):
             q_BHQD = qk.q_BHND[:, :, positions].contiguous()
             out_BHQD = out_BHND[:, :, positions].contiguous()
@@ -403,7 +404,7 @@ class Blocks(TopKeys):
         weight_BHQg = weight_BHQg.masked_fill(reads_none_Q1, 0.0)
         other_BHQD = weight_BHQg.to(mean_v_BHgD.dtype) @ mean_v_BHgD
         gate_BHQ2 = self.gates(q_BHQD).to(out_BHQD.dtype)
-        gate_BHQ1, other_gate_BHQ1 = gate_BHQ2.split(1, dim=-1)
+        gate_BHQ1, other_gate_BHQ1 = torch.split(gate_BHQ2, 1, dim=-1)
         return gate_BHQ1 * out_BHQD + other_gate_BHQ1 * other_BHQD
 
     def gates(self, q_BHQD: Tensor) -> Tensor:
@@ -518,7 +519,7 @@ class BlockCache(GrowingCache):
     pattern: Blocks
     open_k_BHND: Tensor | None = None
     """The keys, not rotated, of the block that is not finished."""
-    mean_v_BHgD: Tensor | None = None
+    mean_v_BGgD: Tensor | None = None
     """The means of values; those of keys are in `choice_BHSE`."""
 
     def put_choice(self, qk: QueriesKeys, first: int) -> None:
@@ -533,29 +534,29 @@ class BlockCache(GrowingCache):
         # A slice would keep the memory of the whole prompt.
         self.open_k_BHND = k_BHND[:, :, finished:].clone()
 
-    def put(self, qk: QueriesKeys, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        k_BHSD, v_BHSD = super().put(qk, v_BHND, first)
+    def put(self, qk: QueriesKeys, v_BGND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        k_BGSD, v_BGSD = super().put(qk, v_BGND, first)
         block = self.pattern.block
         first_block = first // block
-        stop = first + v_BHND.shape[2]
+        stop = first + v_BGND.shape[2]
         # All whole blocks among the new positions, and the one that they complete.
         begin = first_block * block
         end = stop // block * block
-        finished_v_BHND = v_BHSD[:, :, begin:end]
-        mean_BHgD = self.pattern.means_of_blocks(finished_v_BHND)
-        self.mean_v_BHgD = stored(self.mean_v_BHgD, mean_BHgD, first_block)
-        return k_BHSD, v_BHSD
+        finished_v_BGND = v_BGSD[:, :, begin:end]
+        mean_BGgD = self.pattern.means_of_blocks(finished_v_BGND)
+        self.mean_v_BGgD = stored(self.mean_v_BGgD, mean_BGgD, first_block)
+        return k_BGSD, v_BGSD
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        out_BH1D = super().decode(qk, v_BH1D, position)
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        out_BH1D = super().decode(qk, v_BG1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D
-        assert self.choice_BHSE is not None and self.mean_v_BHgD is not None
+        assert self.choice_BHSE is not None and self.mean_v_BGgD is not None
         q_BHQD = unrotated_queries(qk)
         B, H, Q, _ = q_BHQD.shape
         D = out_BH1D.shape[-1]
         out_BHQD = out_BH1D.reshape(B, H, Q, D)
-        mean_v_BHgD = expanded(self.mean_v_BHgD, self.copies)
+        mean_v_BHgD = expanded(self.mean_v_BGgD, self.copies)
         position_Q = torch.full((Q,), position, device=q_BHQD.device)
         out_BHQD = self.pattern.gated(q_BHQD, out_BHQD, self.choice_BHSE, mean_v_BHgD, position_Q)
         return as_heads(out_BHQD)

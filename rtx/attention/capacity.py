@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rtx.attention.typed_torch import named_modules, tolist
+
 
 def patterns_with_capacity(model: nn.Module) -> dict[str, Any]:
     """Return the patterns of a model whose lists have a fixed capacity, by their modules' names."""
     patterns: dict[str, Any] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if getattr(module, "may_lose_members", False):
             patterns[name] = module
     return patterns
@@ -40,8 +42,8 @@ def raise_capacities(model: nn.Module) -> list[str]:
         return []
     lost_members = [pattern.lost_members for pattern in patterns.values()]
     # One wait for the counts of all patterns.
-    counts = torch.cat(lost_members).tolist()
-    lines = []
+    counts = tolist(torch.cat(lost_members))
+    lines: list[str] = []
     for (name, pattern), lost in zip(patterns.items(), counts, strict=True):
         if lost:
             pattern.capacity_factor *= 2

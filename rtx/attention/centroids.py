@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from statistics import NormalDist
 from typing import NamedTuple, Self
 
@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.members import products
 from rtx.attention.pattern import Pattern
+from rtx.attention.typed_torch import qr
 
 QUERIES = 0
 """The number of the role of queries, and of the only role if memberships are not separate."""
@@ -70,7 +71,7 @@ gathering = Gathering()
 
 
 @contextlib.contextmanager
-def statistics_paused() -> Iterator[None]:
+def statistics_paused() -> Generator[None]:
     """Return a context in which forward passes gather no statistics, e.g. for recomputation."""
     was_paused = gathering.is_paused
     gathering.is_paused = True
@@ -183,7 +184,7 @@ class Centroids(nn.Module):
                 return after
             return buffer.to(after.device)
 
-        super()._apply(on_device, recurse)
+        super()._apply(on_device, recurse)  # pyright: ignore[reportUnknownMemberType]
         self.reset_statistics()
         return self
 
@@ -310,7 +311,7 @@ class Centroids(nn.Module):
         H, C, _ = self.centroid_HCD.shape
         N = x_HND.shape[1]
         generator = torch.Generator().manual_seed(0)
-        draws = []
+        draws: list[Tensor] = []
         for _ in range(H):
             draw = torch.randperm(max(N, C), generator=generator)
             draws.append(draw[:C] % N)
@@ -327,7 +328,7 @@ def is_rate(x: float) -> bool:
 def orthonormal(heads: int, size: int) -> Tensor:
     """Return a uniformly random orthonormal matrix for each head, `[H, D, D]`."""
     normal_HDD = torch.randn(heads, size, size, dtype=torch.float32)
-    q_HDD, r_HDD = torch.linalg.qr(normal_HDD)
+    q_HDD, r_HDD = qr(normal_HDD)
     diagonal_HD = r_HDD.diagonal(dim1=-2, dim2=-1)
     sign_HD = diagonal_HD.sign()
     return q_HDD * sign_HD[:, None]
@@ -396,12 +397,12 @@ def statistics_in(total_Z: Tensor, shape_HCD: tuple[int, int, int]) -> Statistic
     H, C, D = shape_HCD
     layers = total_Z.shape[:-1]
     sizes = statistics_sizes(shape_HCD)
-    fields = total_Z.split(sizes, dim=-1)
+    fields = torch.split(total_Z, sizes, dim=-1)
     sums, counts, scores, positions, sequences = fields
     return Statistics(
-        sum_HCD=sums.unflatten(-1, (H, C, D)),
-        count_HC=counts.unflatten(-1, (H, C)),
-        role_sums_2_3_HC=scores.unflatten(-1, (2, 3, H, C)),
+        sum_HCD=torch.unflatten(sums, -1, (H, C, D)),
+        count_HC=torch.unflatten(counts, -1, (H, C)),
+        role_sums_2_3_HC=torch.unflatten(scores, -1, (2, 3, H, C)),
         positions=positions.view(layers),
         sequences=sequences.view(layers),
     )
@@ -666,7 +667,7 @@ def move_together(rule: Rule, layers: list[Centroids], move: Move) -> None:
     """
     state, total_YZ = stacked(layers)
     if is_distributed():
-        dist.all_reduce(total_YZ)
+        dist.all_reduce(total_YZ)  # pyright: ignore[reportUnknownMemberType]
     after = move(rule, state, total_YZ)
     copy_rows(after.centroid_YHCD, [layer.centroid_HCD for layer in layers])
     thresholds = thresholds_of(layers)
@@ -701,7 +702,7 @@ def stacked_thresholds(layers: list[Centroids]) -> Tensor:
     thresholds = thresholds_of(layers)
     if thresholds:
         all_HC = torch.stack(thresholds)
-        return all_HC.unflatten(0, (len(layers), -1))
+        return torch.unflatten(all_HC, 0, (len(layers), -1))
     centroid_HCD = layers[0].centroid_HCD
     H, C, _ = centroid_HCD.shape
     return centroid_HCD.new_empty(len(layers), 0, H, C)
@@ -709,7 +710,7 @@ def stacked_thresholds(layers: list[Centroids]) -> Tensor:
 
 def thresholds_of(layers: list[Centroids]) -> list[Tensor]:
     """Return the thresholds of some layers, layer after layer."""
-    thresholds = []
+    thresholds: list[Tensor] = []
     for layer in layers:
         thresholds += layer.thresholds()
     return thresholds

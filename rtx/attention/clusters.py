@@ -91,6 +91,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.static import is_static
 from rtx.attention.ties import centroid_margin
+from rtx.attention.typed_torch import tolist
 
 Item = TypeVar("Item")
 
@@ -160,7 +161,7 @@ def around(positions: list[int], i: int, count: int) -> list[int]:
 
 def members_of(is_member_N: Tensor) -> list[int]:
     """Return the positions of the members of one cluster, ascending."""
-    return is_member_N.nonzero()[:, 0].tolist()
+    return tolist(is_member_N.nonzero()[:, 0])
 
 
 class Joins(NamedTuple):
@@ -352,7 +353,7 @@ class Routing(ClusterPattern):
     # The rule.
 
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
-        members = []
+        members: list[Tensor] = []
         for role, score_CN in enumerate(self.scores_of_head(qk, head)):
             margin_C = self.margins(score_CN)[head]
             member_CN = self.members_by_rule(score_CN, margin_C, role, head)
@@ -363,7 +364,7 @@ class Routing(ClusterPattern):
     def scores_of_head(self, qk: QueriesKeys, head: int) -> list[Tensor]:
         """Return the scores of the first sequence in one head, `[C, N]` for each role."""
         centroid_CD = self.centroids.centroid_HCD[head]
-        scores = []
+        scores: list[Tensor] = []
         for x_BHND in self.clustered(qk):
             x_ND = x_BHND[0, head]
             score_CN = centroid_CD.to(x_ND.dtype) @ x_ND.T
@@ -395,7 +396,7 @@ class Routing(ClusterPattern):
             with_nearest: compute `ClusterMembers.nearest`, too (dynamic shapes only).
             is_dynamic: select by `select_dynamic` on a GPU, too.
         """
-        members = []
+        members: list[ClusterMembers] = []
         for role, x_BHND in enumerate(vectors):
             if is_static(x_BHND, self.backend) and not is_dynamic:
                 selected = self.select_static(x_BHND, role)
@@ -460,7 +461,7 @@ class Routing(ClusterPattern):
 
     @torch.no_grad()
     def lists(self, qk: QueriesKeys) -> list[MemberLists]:
-        lists = []
+        lists: list[MemberLists] = []
         for role, x_BHND in enumerate(self.clustered(qk)):
             members = self.select_dynamic(x_BHND, role, with_nearest=False)
             lists.append(members.lists)
@@ -606,11 +607,11 @@ class ClusterCache(Cache):
     def prefill(
         self,
         qk: QueriesKeys,
-        v_BHND: Tensor,
+        v_BGND: Tensor,
         parts: list[Reads] | None = None,
     ) -> None:
         """Store the last S members of each list; the next key takes the slot of the oldest."""
-        v_BHND = self.for_heads(v_BHND)
+        v_BHND = self.for_heads(v_BGND)
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
@@ -671,14 +672,14 @@ class ClusterCache(Cache):
         self.value_LSD[slots] = v_BHND.flatten(0, 2)[row_J]
         self.position_LS[slots] = position_J
 
-    def for_heads(self, v_BHND: Tensor) -> Tensor:
+    def for_heads(self, v_BGND: Tensor) -> Tensor:
         """Return values for each head that chooses its clusters."""
         if self.pattern.chooses_together:
-            return v_BHND
-        return expanded(v_BHND, self.pattern.queries_of_key_head)
+            return v_BGND
+        return expanded(v_BGND, self.pattern.queries_of_key_head)
 
-    def decode(self, qk: QueriesKeys, v_BH1D: Tensor, position: int) -> Tensor:
-        v_BH1D = self.for_heads(v_BH1D)
+    def decode(self, qk: QueriesKeys, v_BG1D: Tensor, position: int) -> Tensor:
+        v_BH1D = self.for_heads(v_BG1D)
         q_BHQD = rotated_queries(qk).to(v_BH1D.dtype)
         joins = self.pattern.clusters_of_next(qk, position, self)
         self.put(qk, v_BH1D, joins.key_BHC, joins.slot_BHC, position)

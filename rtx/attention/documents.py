@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.padding import Group
+from rtx.attention.typed_torch import run_lengths, tolist, unique_with_counts
 
 
 class Documents:
@@ -130,12 +131,12 @@ def groups_of_documents(
         row_J = row_J[is_real_R]
         first_row_J = first_row_J[is_real_R]
     # Positions are of the same document if their documents start at the same row.
-    _, document_lengths = first_row_J.unique_consecutive(return_counts=True)
+    document_lengths = run_lengths(first_row_J)
     length_J = document_lengths.repeat_interleave(document_lengths)
     order_J = length_J.argsort(stable=True)
-    lengths, counts = document_lengths.unique(return_counts=True)
-    sizes = zip(lengths.tolist(), counts.tolist(), strict=True)
-    groups = []
+    lengths, counts = unique_with_counts(document_lengths)
+    sizes = zip(tolist(lengths), tolist(counts), strict=True)
+    groups: list[Group] = []
     for length, sequences in sizes:
         group = Group(sequences=sequences, length=length, memory=0)
         groups.append(group)

@@ -48,20 +48,20 @@ def group_mean(q_BHND: Tensor, queries_of_key_head: int) -> Tensor:
     """Return the mean of the queries that share a key-value head, `[B, G, N, D]`."""
     if queries_of_key_head == 1:
         return q_BHND
-    q_BGIND = q_BHND.unflatten(1, (-1, queries_of_key_head))
+    q_BGIND = torch.unflatten(q_BHND, 1, (-1, queries_of_key_head))
     return q_BGIND.mean(2)
 
 
 def heads_to_copies(q_BHND: Tensor, copies: int) -> Tensor:
     """Return the query heads as `copies` copies of all sequences, `[x, G, N, D]`."""
-    q_BGIND = q_BHND.unflatten(1, (-1, copies))
+    q_BGIND = torch.unflatten(q_BHND, 1, (-1, copies))
     q_IBGND = q_BGIND.permute(2, 0, 1, 3, 4)
     return q_IBGND.flatten(0, 1)
 
 
 def copies_to_heads(out_xGND: Tensor, copies: int) -> Tensor:
     """Return the vectors of all query heads, `[B, H, N, D]`; it undoes `heads_to_copies`."""
-    out_IBGND = out_xGND.unflatten(0, (copies, -1))
+    out_IBGND = torch.unflatten(out_xGND, 0, (copies, -1))
     out_BGIND = out_IBGND.permute(1, 2, 0, 3, 4)
     return out_BGIND.flatten(1, 2)
 
@@ -121,7 +121,7 @@ def repeated_reads(part: Reads, copies: int, rows: int) -> Reads:
         rows: the number of rows of one copy, B * G * N.
     """
     if isinstance(part, IndexReads):
-        indexes = []
+        indexes: list[Tensor] = []
         is_row_RK = part.index_RK >= 0
         for copy in range(copies):
             first_row = copy * rows
@@ -179,7 +179,7 @@ def vectors_in_slots(x_BGSD: Tensor, slot_BHK1: Tensor) -> Tensor:
     queries_of_key_head = H // G
     x_BG1SD = x_BGSD[:, :, None]
     x_BGISD = x_BG1SD.expand(B, G, queries_of_key_head, S, D)
-    slot_BGIK1 = slot_BHK1.unflatten(1, (G, queries_of_key_head))
+    slot_BGIK1 = torch.unflatten(slot_BHK1, 1, (G, queries_of_key_head))
     x_BGIKD = x_BGISD.take_along_dim(slot_BGIK1, 3)
     return x_BGIKD.flatten(1, 2)
 
@@ -206,7 +206,7 @@ def as_queries(q_xH1D: Tensor, streams: int) -> Tensor:
         streams: B.
     """
     q_xHD = q_xH1D[:, :, 0]
-    q_QBHD = q_xHD.unflatten(0, (-1, streams))
+    q_QBHD = torch.unflatten(q_xHD, 0, (-1, streams))
     return q_QBHD.permute(1, 2, 0, 3)
 
 

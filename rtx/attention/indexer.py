@@ -41,6 +41,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.recompute import recomputed
 from rtx.attention.top_keys import TopKeys, positions_in
+from rtx.attention.typed_torch import register_load_state_dict_post_hook
 
 WIDTH = 16
 """E, unless an argument says otherwise."""
@@ -93,7 +94,7 @@ class Indexer(TopKeys):
         self.step_count: int | None = 0
         """The number in `steps`, so that the CPU need not wait for a GPU to learn it; None: not
         yet copied from there."""
-        self.register_load_state_dict_post_hook(Indexer.forget_step_count)
+        register_load_state_dict_post_hook(self, Indexer.forget_step_count)
 
     def vectors_by_rule(self, qk: QueriesKeys, head: int) -> tuple[Tensor, Tensor]:
         """Return q_i P_q / sqrt(E) and k_j P_k, one position after the other."""
@@ -195,15 +196,15 @@ class Indexer(TopKeys):
         numbers_of_query = 4 * N
         (part,) = parts
         if isinstance(part, IndexReads):
-            index_BHNK = part.index_RK.unflatten(0, (B, H, N))
+            index_BHNK = torch.unflatten(part.index_RK, 0, (B, H, N))
             inputs.append(index_BHNK)
             K = index_BHNK.shape[-1]
             numbers_of_query = 2 * N + 8 * K
         pieces = self.query_pieces(qk, numbers_of_query)
         positions_of_piece = pieces[0].stop
         query_BHNE = self.choice_queries(qk)[:, :, :queries]
-        queries_of_pieces = query_BHNE.split(positions_of_piece, dim=2)
-        sums = []
+        queries_of_pieces = torch.split(query_BHNE, positions_of_piece, dim=2)
+        sums: list[Tensor] = []
         for positions, query_BHQE in zip(pieces, queries_of_pieces, strict=True):
             divergence = recomputed(self.divergence, positions, query_BHQE, *inputs)
             sums.append(divergence)

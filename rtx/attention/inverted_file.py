@@ -27,6 +27,7 @@ from rtx.attention.pieces import pieces
 from rtx.attention.reads import starts_around
 from rtx.attention.ties import tie_margin
 from rtx.attention.top_keys import last_readable
+from rtx.attention.typed_torch import vector_norm
 
 # The cluster of each key.
 
@@ -42,7 +43,7 @@ def finite(score: Tensor) -> Tensor:
 
 def largest_norm(centroid_XCD: Tensor) -> Tensor:
     """Return the largest norm of each head's centroids, `[X, 1, 1]`."""
-    norm_XC1 = centroid_XCD.norm(dim=-1, keepdim=True)
+    norm_XC1 = vector_norm(centroid_XCD, dim=-1, keepdim=True)
     return norm_XC1.amax(1, keepdim=True)
 
 
@@ -58,7 +59,7 @@ def clusters_by_distance(centroid_XCD: Tensor, k_XND: Tensor) -> Tensor:
     score_XNC = products(k_XND, centroid_XCD) - half_square_X1C
     score_XNC = finite(score_XNC)
     largest_X11 = largest_norm(centroid_XCD)
-    norm_XN1 = k_XND.norm(dim=-1, keepdim=True)
+    norm_XN1 = vector_norm(k_XND, dim=-1, keepdim=True)
     margin_XN1 = finite_margin(norm_XN1 + largest_X11, largest_X11, k_XND.dtype)
     top_XN1 = score_XNC.amax(-1, keepdim=True)
     is_nearest_XNC = score_XNC >= top_XN1 - margin_XN1
@@ -92,7 +93,7 @@ def clusters_of(centroid_HCD: Tensor, k_BHND: Tensor) -> Tensor:
 
 def query_margins(centroid_XCD: Tensor, q_XND: Tensor) -> Tensor:
     """Return the margin within which the products of a query count as equal, `[X, N, 1]`."""
-    norm_XN1 = q_XND.norm(dim=-1, keepdim=True)
+    norm_XN1 = vector_norm(q_XND, dim=-1, keepdim=True)
     largest_X11 = largest_norm(centroid_XCD)
     return finite_margin(norm_XN1, largest_X11, q_XND.dtype)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import SPLIT, Centroids
+from rtx.attention.typed_torch import register_load_state_dict_post_hook
 
 NOT_STARTED = -1
 """The value of `steps` before the centroids have been initialised with keys."""
@@ -42,7 +43,7 @@ class KeyCentroids(Centroids):
         self.update_rule = SPLIT
         self.seed_with_next = True
         self.steps.fill_(NOT_STARTED)
-        self.register_load_state_dict_post_hook(KeyCentroids.seed_unless_started)
+        register_load_state_dict_post_hook(self, KeyCentroids.seed_unless_started)
 
     def thresholds(self) -> list[Tensor]:
         return []

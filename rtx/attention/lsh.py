@@ -57,6 +57,7 @@ from rtx.attention.reads import (
     pack,
     starts_around,
 )
+from rtx.attention.typed_torch import tolist
 
 CAUSAL = "causal"
 REFORMER = "reformer"
@@ -79,7 +80,7 @@ def hashed(
         streaming: whether "reformer" sorts the positions up to each query alone.
         causal: whether a query reads keys up to its position alone.
     """
-    rounds = bucket_TN.tolist()
+    rounds = tolist(bucket_TN)
     N = bucket_TN.shape[1]
     chunk = max(1, window // 2)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
@@ -114,7 +115,7 @@ def members_of_bucket(bucket_N: list[int], i: int, causal: bool) -> list[int]:
     stop = len(bucket_N)
     if causal:
         stop = i + 1
-    members = []
+    members: list[int] = []
     for j in range(stop):
         if bucket_N[j] == bucket_N[i]:
             members.append(j)
@@ -220,7 +221,7 @@ class Lsh(ClusterPattern):
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         q_ND = qk.q_BHND[0, head]
         rotation_TDF = self.rotation_HTDF[head]
-        rounds = []
+        rounds: list[Tensor] = []
         for rotation_DF in rotation_TDF.to(q_ND.dtype):
             product_NF = q_ND @ rotation_DF
             score_NC = torch.cat([product_NF, -product_NF], dim=-1)
@@ -464,11 +465,11 @@ def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
     columns = rotation_HTDF.shape[-1]
     positions = piece_size(B * H * columns)
     rotation_HTDF = rotation_HTDF.to(wide_type(q_BHND.dtype))
-    rounds = []
+    rounds: list[Tensor] = []
     with no_autocast(q_BHND):
         for rotation_HDF in rotation_HTDF.unbind(1):
-            buckets = []
-            for q_BHQD in q_BHND.split(positions, dim=2):
+            buckets: list[Tensor] = []
+            for q_BHQD in torch.split(q_BHND, positions, dim=2):
                 product_BHQF = widened(q_BHQD) @ rotation_HDF
                 buckets.append(buckets_of(product_BHQF))
             bucket_BHN = torch.cat(buckets, dim=2)

@@ -22,6 +22,7 @@ from rtx.attention.engine.softmax import LogitTerms, RelativeTables
 from rtx.attention.padding import QKV
 from rtx.attention.pattern import Pattern, Rotate
 from rtx.attention.reads import QueriesKeys
+from rtx.attention.typed_torch import tolist, unique
 
 
 def attend_by_rule(
@@ -47,7 +48,7 @@ def attend_by_rule(
         return attend_documents(attend_alone, pattern, qkv, documents)
     D = q_BHND.shape[-1]
     terms = pattern.terms(D, relative)
-    outs = []
+    outs: list[Tensor] = []
     for b, q_HND in enumerate(q_BHND):
         k_1HND = None
         if k_BHND is not None:
@@ -75,7 +76,7 @@ def attend_sequence(
     """
     queries_of_key_head = pattern.queries_of_key_head
     G, _, value_size = v_GND.shape
-    outs = []
+    outs: list[Tensor] = []
     for h in range(G * queries_of_key_head):
         key_head = h // queries_of_key_head
         # The number of the head that chooses the keys: the query head itself, or, if query heads
@@ -139,8 +140,8 @@ def attend_documents(
     sequences = [no_sequences]
     for b, first_N in enumerate(documents.first_BN):
         sequence = slice(b, b + 1)
-        outs = []
-        for first in first_N.unique().tolist():
+        outs: list[Tensor] = []
+        for first in tolist(unique(first_N)):
             is_in_document_N = first_N == first
             q_1HJD = q_BHND[sequence, :, is_in_document_N]
             v_1HJD = v_BHND[sequence, :, is_in_document_N]

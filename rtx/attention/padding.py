@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.typed_torch import tolist, unique_rows
+
 QKV = tuple[Tensor, Tensor | None, Tensor]
 """Queries, keys (None where queries serve as keys) and values, `[B, H, N, D]`."""
 Attend = Callable[[QKV, int], tuple[Tensor, Tensor]]
@@ -77,8 +79,8 @@ def attend_groups(
     # One gather and one write for all groups, so that gradients are added up once.
     inputs = inputs_of_groups(qkv, row_J, groups)
     real_positions = max(1, len(row_J))
-    outs = []
-    losses = []
+    outs: list[Tensor] = []
+    losses: list[Tensor] = []
     for group, qkv_of_group in zip(groups, inputs, strict=True):
         out_BHND, loss = attend(qkv_of_group, group.memory)
         # The positions of the memory have no outputs.
@@ -122,12 +124,12 @@ def scattered(out_JHD: Tensor, row_J: Tensor, B: int, N: int) -> Tensor:
 
 def groups_padded_alike(real_BN: Tensor, memory: int) -> tuple[list[Group], Tensor]:
     """Return the groups that have real positions, and the rows of these positions, `[J]`."""
-    real_UN, group_B = real_BN.unique(dim=0, return_inverse=True)
-    sequences = group_B.bincount().tolist()
-    lengths = real_UN.sum(1).tolist()
+    real_UN, group_B = unique_rows(real_BN)
+    sequences = tolist(group_B.bincount())
+    lengths = tolist(real_UN.sum(1))
     memory_UN = real_UN[:, :memory]
-    memories = memory_UN.sum(1).tolist()
-    groups = []
+    memories = tolist(memory_UN.sum(1))
+    groups: list[Group] = []
     for number, length in enumerate(lengths):
         group = Group(
             sequences=sequences[number],
@@ -162,10 +164,10 @@ def real_parts(x_BHND: Tensor, row_J: Tensor, groups: list[Group]) -> list[Tenso
     x_RHD = by_rows(x_BHND)
     x_JHD = x_RHD[row_J]
     counts = [group.positions() for group in groups]
-    pieces = x_JHD.split(counts)
-    parts = []
+    pieces = torch.split(x_JHD, counts)
+    parts: list[Tensor] = []
     for group, piece_JHD in zip(groups, pieces, strict=True):
         shape_BN = (group.sequences, group.length)
-        x_BNHD = piece_JHD.unflatten(0, shape_BN)
+        x_BNHD = torch.unflatten(piece_JHD, 0, shape_BN)
         parts.append(x_BNHD.transpose(1, 2))
     return parts

@@ -191,7 +191,7 @@ class Pattern(nn.Module, ABC):
             return None
         if not self.chooses_together:
             return self.sink_H[None]
-        return self.sink_H.unflatten(0, (-1, self.queries_of_key_head)).T
+        return torch.unflatten(self.sink_H, 0, (-1, self.queries_of_key_head)).T
 
     @property
     def key_copies(self) -> int:

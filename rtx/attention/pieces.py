@@ -21,7 +21,7 @@ def pieces(count: int, scores: int) -> list[slice]:
         scores: the number of scores of each item.
     """
     size = piece_size(scores)
-    slices = []
+    slices: list[slice] = []
     for first in range(0, count, size):
         stop = min(count, first + size)
         slices.append(slice(first, stop))

@@ -84,7 +84,7 @@ class PositionLists(NamedTuple):
     since_N: Tensor
     until_N: Tensor
 
-    def count(self) -> int:
+    def number_of_lists(self) -> int:
         """Return the number of lists of a head, one at least."""
         list_of_queries = self.list_HN.flatten()
         list_of_keys = self.key_list_HN.flatten()
@@ -219,7 +219,7 @@ class PositionPattern(Pattern):
                 return None
         if [*self.buffers()]:
             return None
-        attributes = {}
+        attributes: dict[str, Hashable] = {}
         for name, value in vars(self).items():
             if name.startswith("_") or name == "last_form":
                 continue
@@ -263,12 +263,12 @@ class PositionPattern(Pattern):
 
         Positions count from the start of each document, and its bounds are added to the ranges.
         """
-        lists_of_sequences = []
+        lists_of_sequences: list[list[PositionLists]] = []
         for position_N in documents.position_BN:
             lists = self.position_lists(position_N, H)
             assert lists is not None
             lists_of_sequences.append(lists)
-        parts = []
+        parts: list[RangeReads] = []
         # Each part has one `PositionLists` of every sequence.
         for lists_B in zip(*lists_of_sequences, strict=True):
             parts.append(packed_ranges_in_documents(lists_B, documents, H))
@@ -319,7 +319,7 @@ def packed_ranges(lists: PositionLists, B: int, H: int, memory: int) -> RangeRea
         memory: the number of positions of the memory, which come first.
     """
     N = len(lists.since_N)
-    count = lists.count()
+    count = lists.number_of_lists()
     list_HN = lists.list_HN
     if memory:
         number_N = torch.arange(N, device=list_HN.device)
@@ -346,7 +346,7 @@ def packed_ranges_in_documents(
         lists_B: the lists of each sequence, whose positions are those in its documents.
     """
     B, N = documents.first_BN.shape
-    count = max(lists.count() for lists in lists_B)
+    count = max(lists.number_of_lists() for lists in lists_B)
     shares_lists = all(lists.list_HN is lists.key_list_HN for lists in lists_B)
     keys = pack_sequences([lists.key_list_HN for lists in lists_B], H, count)
     queries = keys

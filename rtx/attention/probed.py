@@ -99,6 +99,7 @@ from rtx.attention.reads import IndexReads, MemberLists, QueriesKeys, RangeReads
 from rtx.attention.static import is_static, selection_functions
 from rtx.attention.ties import best, highest, tie_margin
 from rtx.attention.top_keys import GrowingCache, TopKeys, readable_count
+from rtx.attention.typed_torch import tolist, vector_norm
 
 LARGEST = sys.float_info.max
 
@@ -141,12 +142,12 @@ def cluster_of_key(k_D: Tensor, centroid_CD: Tensor, largest_norm: Tensor) -> in
     Args:
         largest_norm: of the centroids.
     """
-    scores = []
+    scores: list[float] = []
     for mu_D in centroid_CD:
         half_square = mu_D @ mu_D / 2
         score = k_D @ mu_D - half_square
         scores.append(finite_number(float(score)))
-    margin = margin_or_zero(k_D.norm() + largest_norm, largest_norm)
+    margin = margin_or_zero(vector_norm(k_D) + largest_norm, largest_norm)
     return highest(scores, [margin for _ in scores])
 
 
@@ -276,9 +277,9 @@ class Probed(TopKeys):
         N = len(q_ND)
         centroid_CD = self.centroids.centroid_HCD[head]
         centroid_CD = centroid_CD.to(q_ND.dtype)
-        largest_norm = max(mu_D.norm() for mu_D in centroid_CD)
+        largest_norm = max(vector_norm(mu_D) for mu_D in centroid_CD)
         cluster_N = [cluster_of_key(k_D, centroid_CD, largest_norm) for k_D in k_ND]
-        score_NC = (q_ND @ centroid_CD.T).tolist()
+        score_NC = tolist(q_ND @ centroid_CD.T)
         target = self.reach(N).target
         mask_NN = torch.zeros(N, N, dtype=torch.bool, device=q_ND.device)
         for i, q_D in enumerate(q_ND):
@@ -286,7 +287,7 @@ class Probed(TopKeys):
             if self.causal:
                 probeable = readable_count(i, self.attend_self)
             members = positions_by_cluster(cluster_N[:probeable])
-            margin = margin_or_zero(q_D.norm(), largest_norm)
+            margin = margin_or_zero(vector_norm(q_D), largest_norm)
             read = probed_positions(score_NC[i], margin, members, target, i, self.causal)
             if not self.attend_self:
                 others = [j for j in read if j != i]
@@ -299,8 +300,8 @@ class Probed(TopKeys):
     def best_by_rule(self, q_D: Tensor, k_ND: Tensor, position_A: list[int]) -> list[int]:
         """Return the positions of a query's W best candidates."""
         k_AD = k_ND[position_A]
-        logits = (q_D @ k_AD.T).tolist()
-        margins = self.tie_margins(q_D, k_AD).tolist()
+        logits = tolist(q_D @ k_AD.T)
+        margins = tolist(self.tie_margins(q_D, k_AD))
         best_of_A = best(logits, margins, self.window)
         return [position_A[number] for number in best_of_A]
 
@@ -550,7 +551,7 @@ class ProbedCache(GrowingCache):
         else:
             read = self.best_slots(q_X1D, slot_XA, N)
         streams_and_heads = qk.rotated_q_BHND.shape[:2]
-        return read.unflatten(0, streams_and_heads)
+        return torch.unflatten(read, 0, streams_and_heads)
 
     def probed_keys(self, q_X1D: Tensor, length: int) -> Tensor:
         """Return which of the first N keys the newest query probes, `[X, N]`, bool."""

@@ -136,8 +136,8 @@ def dynamic_lists(centroid_HCD: Tensor, q_BHND: Tensor, k_BHND: Tensor, reach: R
     """Return the lists of clusters, of the exact length: every query member is real."""
     B, H, N, _ = q_BHND.shape
     C = centroid_HCD.shape[1]
-    numbers = []
-    clusters = []
+    numbers: list[Tensor] = []
+    clusters: list[Tensor] = []
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach):
         is_probed_XCN = late_probes(search, reach)
         number_J = is_probed_XCN.flatten().nonzero()[:, 0]
@@ -241,8 +241,8 @@ def collect_members(
     # The last slot receives all members beyond the capacity.
     number_P1 = torch.zeros(capacity + 1, dtype=torch.int64, device=q_BHND.device)
     count_1 = torch.zeros(1, dtype=torch.int64, device=q_BHND.device)
-    counts = []
-    clusters = []
+    counts: list[Tensor] = []
+    clusters: list[Tensor] = []
     for heads, search in searches(centroid_HCD, q_BHND, k_BHND, reach):
         is_probed_XCN = late_probes(search, reach)
         is_probed = is_probed_XCN.flatten()

@@ -94,7 +94,7 @@ class Random(ClusterPattern):
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         N = qk.q_BHND.shape[2]
         position_N = torch.arange(N, device=self.position_HCW.device)
-        clusters = []
+        clusters: list[Tensor] = []
         for drawn_W in self.position_HCW[head]:
             is_member_N = torch.isin(position_N % self.length, drawn_W)
             clusters.append(is_member_N)

@@ -403,7 +403,7 @@ def without_self(parts: list[RangeReads], rows: int) -> list[RangeReads]:
         rows: R.
     """
     read_R = counts_read(parts, rows)
-    others = []
+    others: list[RangeReads] = []
     for part in parts:
         leaves_out_P = part.stop_P > part.start_P
         if len(part.key.row_M):

@@ -1,5 +1,8 @@
 """Intermediate results that the backward pass computes again instead of storing them."""
 
+# pyright: reportUnknownVariableType=false
+# torch declares no types of what `checkpoint` calls and returns.
+
 from collections.abc import Callable
 from typing import Any
 

@@ -18,6 +18,7 @@ from rtx.attention.members import ClusterMembers, nearest_members, products
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest, highest_clusters
+from rtx.attention.typed_torch import tolist
 
 
 class Nearest(Routing):
@@ -29,8 +30,8 @@ class Nearest(Routing):
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        margins = margin_C.tolist()
-        score_NC = score_CN.T.tolist()
+        margins = tolist(margin_C)
+        score_NC = tolist(score_CN.T)
         for i, score_C in enumerate(score_NC):
             cluster = highest(score_C, margins)
             member_CN[cluster, i] = True
@@ -68,7 +69,7 @@ class Nearest(Routing):
     # The stream.
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
-        joins = []
+        joins: list[Tensor] = []
         for x_BH1D in self.clustered(qk):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)
             margin_HC = self.margins(score_BHC1)

@@ -24,6 +24,7 @@ from rtx.attention.members import ClusterMembers, choose_members, products
 from rtx.attention.reads import QueriesKeys
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import highest
+from rtx.attention.typed_torch import tolist
 
 CAPACITY_FACTOR = 4
 """The first `capacity_factor`, see capacity.py."""
@@ -58,10 +59,10 @@ class Thresholds(Routing):
         threshold_HC = self.centroids.thresholds()[role]
         threshold_C = threshold_HC[head]
         above_CN = score_CN - threshold_C[:, None]
-        above_NC = above_CN.T.tolist()
-        margins = margin_C.tolist()
+        above_NC = tolist(above_CN.T)
+        margins = tolist(margin_C)
         for i, above_C in enumerate(above_NC):
-            reached = []
+            reached: list[int] = []
             for c, above in enumerate(above_C):
                 if above >= -margins[c]:
                     reached.append(c)
@@ -141,7 +142,7 @@ class Thresholds(Routing):
     # The stream.
 
     def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
-        joins = []
+        joins: list[Tensor] = []
         vectors = self.clustered(qk)
         for role, x_BH1D in enumerate(vectors):
             score_BHC1 = products(self.centroids.centroid_HCD, x_BH1D)

@@ -64,6 +64,7 @@ from rtx.attention.reads import (
 )
 from rtx.attention.static import selection_functions
 from rtx.attention.ties import best
+from rtx.attention.typed_torch import tolist
 
 EMPTY = 1 << 40
 """The position of the empty slot 0; slot s has `EMPTY` - s. All positions are lower."""
@@ -79,8 +80,8 @@ def best_of_prefixes(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     """
     C, N = score_CN.shape
     member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
-    margins = margin_C.tolist()
-    for c, score_N in enumerate(score_CN.tolist()):
+    margins = tolist(margin_C)
+    for c, score_N in enumerate(tolist(score_CN)):
         members: list[int] = []
         for i in range(N):
             members = members_with_next(members, i, score_N, margins[c], window)
@@ -167,7 +168,7 @@ class TopK(Routing):
     def rule(self, qk: QueriesKeys, head: int, streaming: bool) -> Tensor:
         if not streaming:
             return super().rule(qk, head, streaming)
-        members = []
+        members: list[Tensor] = []
         for score_CN in self.scores_of_head(qk, head):
             margin_C = self.margins(score_CN)[head]
             member_CNN = best_of_prefixes(score_CN, margin_C, self.window)
@@ -178,8 +179,8 @@ class TopK(Routing):
 
     def members_by_rule(self, score_CN: Tensor, margin_C: Tensor, role: int, head: int) -> Tensor:
         member_CN = torch.zeros_like(score_CN, dtype=torch.bool)
-        margins = margin_C.tolist()
-        for c, score_N in enumerate(score_CN.tolist()):
+        margins = tolist(margin_C)
+        for c, score_N in enumerate(tolist(score_CN)):
             margin_N = [margins[c] for _ in score_N]
             members = best(score_N, margin_N, self.window)
             member_CN[c, members] = True
@@ -235,12 +236,12 @@ class TopK(Routing):
         margin_XC = self.margins(x_BHND).repeat(B, 1)
         x_XND = x_BHND.flatten(0, 1)
         pieces = zip(
-            centroid_XCD.split(heads_of_piece),
-            x_XND.split(heads_of_piece),
-            margin_XC.split(heads_of_piece),
+            torch.split(centroid_XCD, heads_of_piece),
+            torch.split(x_XND, heads_of_piece),
+            torch.split(margin_XC, heads_of_piece),
             strict=True,
         )
-        best_of_pieces = []
+        best_of_pieces: list[Tensor] = []
         for some_centroid_XCD, some_x_XND, some_margin_XC in pieces:
             score_XCN = products(some_centroid_XCD, some_x_XND)
             position_XCW = functions.top_members(score_XCN, some_margin_XC, W)
@@ -318,8 +319,9 @@ class TopK(Routing):
         self,
         qk: QueriesKeys,
         parts: list[Reads] | None,
-        cache: TopKCache,
+        cache: ClusterCache,
     ) -> MemberLists:
+        assert isinstance(cache, TopKCache)
         N = qk.q_BHND.shape[2]
         C = self.centroids.centroid_HCD.shape[1]
         if parts is None:
@@ -331,9 +333,10 @@ class TopK(Routing):
         _, best_keys = both_roles(cache.best)
         return best_keys.members(C, N)
 
-    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: TopKCache) -> Joins:
+    def clusters_of_next(self, qk: QueriesKeys, position: int, cache: ClusterCache) -> Joins:
+        assert isinstance(cache, TopKCache)
         centroid_HCD = self.centroids.centroid_HCD
-        scores = []
+        scores: list[Tensor] = []
         for x_BH1D in self.clustered(qk):
             score_BHC1 = products(centroid_HCD, x_BH1D)
             scores.append(score_BHC1[..., 0])
@@ -492,7 +495,7 @@ def offer_positions(prefix_top_k: PrefixTopK, score_LQ: Tensor, first: int) -> l
     # The candidates of all lists, list after list.
     candidate_J = may_join_LQ.nonzero()[:, 1]
     last = len(candidate_J) - 1
-    joined = []
+    joined: list[Newcomers] = []
     for turn in range(turns):
         # A list without further candidates is offered some position with the score -inf.
         number_L = first_L + turn
@@ -518,7 +521,7 @@ class TopKCache(ClusterCache):
             scores: the scores of the position, `[B, H, C]` for each role.
         """
         assert self.best is not None
-        offers = []
+        offers: list[Offer] = []
         for best_of_role, score_BHC in zip(self.best, scores, strict=True):
             score_L = score_BHC.flatten()
             position_L = torch.full_like(score_L, position, dtype=torch.int64)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.precision import wide_type
+from rtx.attention.typed_torch import vector_norm
 
 UNITS = 64
 """A margin in units in the last place. Dot products of equal vectors were observed to differ by a
@@ -52,7 +53,7 @@ def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the margins `[H, C]` of centroids' scores of normalised vectors, of norm sqrt(D)."""
     D = centroid_HCD.shape[-1]
     wide = wide_type(dtype)
-    norm_HC = centroid_HCD.to(wide).norm(dim=-1)
+    norm_HC = vector_norm(centroid_HCD.to(wide), dim=-1)
     norm_of_vectors = math.sqrt(D)
     return tie_margin(norm_HC, norm_of_vectors, wide)
 
@@ -74,8 +75,8 @@ def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
     last = by_score[count - 1]
     last_score = score_N[last]
     margin = margin_N[last]
-    better = []
-    equal = []
+    better: list[int] = []
+    equal: list[int] = []
     for n, score in enumerate(score_N):
         distance = abs(score - last_score)
         if score > last_score + margin:
@@ -134,8 +135,8 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     candidates = score.topk(count + 1, dim=-1, sorted=False)
     candidate = candidates.indices
     lowest_two = candidates.values.topk(2, dim=-1, largest=False)
-    left_out, last = lowest_two.values.split(1, dim=-1)
-    slot_left_out, slot_last = lowest_two.indices.split(1, dim=-1)
+    left_out, last = torch.split(lowest_two.values, 1, dim=-1)
+    slot_left_out, slot_last = torch.split(lowest_two.indices, 1, dim=-1)
     last_place = candidate.gather(-1, slot_last)
     last_margin = margin(last_place)
     # The candidate in the final slot takes the slot of the one left out, and the final slot is cut

@@ -35,6 +35,7 @@ from rtx.attention.precision import wide_type
 from rtx.attention.reads import IndexReads, QueriesKeys, Reads, first_rows
 from rtx.attention.static import best_places
 from rtx.attention.ties import best, tie_margin
+from rtx.attention.typed_torch import tolist, vector_norm
 
 
 def best_keys(
@@ -52,8 +53,8 @@ def best_keys(
         readable: the positions of the keys that each query may read, ascending.
     """
     mask_NN = torch.zeros_like(score_NN, dtype=torch.bool)
-    scores = score_NN.tolist()
-    margins = margin_NN.tolist()
+    scores = tolist(score_NN)
+    margins = tolist(margin_NN)
     for i, positions in enumerate(readable):
         readable_scores = [scores[i][j] for j in positions]
         readable_margins = [margins[i][j] for j in positions]
@@ -289,8 +290,8 @@ def product_margins(query: Tensor, key: Tensor) -> Tensor:
     wide = wide_type(key.dtype)
     wide_query = query.to(wide)
     wide_key = key.to(wide)
-    query_norm = wide_query.norm(dim=-1)
-    key_norm = wide_key.norm(dim=-1)
+    query_norm = vector_norm(wide_query, dim=-1)
+    key_norm = vector_norm(wide_key, dim=-1)
     return tie_margin(query_norm, key_norm, wide)
 
 

@@ -173,7 +173,7 @@ def attend_with_sinks(
         is_mean: a row gets the mean over its lists, each of which has the sink. Otherwise one
             softmax spans all of its keys, and the sink once.
     """
-    partials = []
+    partials: list[Partial] = []
     for problem in problems:
         out_PD, log_sum_P = choose(problem, backend).attend(problem)
         partials.append(Partial(problem.query_rows(), out_PD, log_sum_P))
@@ -217,7 +217,7 @@ def choose(problem: Problem, backend: str) -> ModuleType:
         engines = TORCH
         if native.wanted(backend, problem.part.length):
             engines = (native, *engines)
-    reasons = []
+    reasons: list[str] = []
     for engine in engines:
         reason = engine.refusal(problem)
         if reason is None:

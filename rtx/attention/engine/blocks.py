@@ -19,7 +19,7 @@ form, Q query slots and K key slots of a block, S = G * Q query slots of all of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from rtx.attention.once import derived_once
 from rtx.attention.precision import wide_type
 from rtx.attention.reads import Holes, RangeReads
 from rtx.attention.recompute import recomputed
+from rtx.attention.typed_torch import tolist, unique
 
 MAX_SCORES_CPU = 1 << 20
 """The most scores that a CPU computes at once; they fit in its cache. A block may have more."""
@@ -68,12 +69,12 @@ class FormBlocks(NamedTuple):
 
     def split(self, size: int) -> list[FormBlocks]:
         """Return the blocks, `size` at a time."""
-        queries = self.query_GQ.split(size)
-        reads = self.reads_GQ.split(size)
-        keys = self.key_GK.split(size)
+        queries = torch.split(self.query_GQ, size)
+        reads = torch.split(self.reads_GQ, size)
+        keys = torch.split(self.key_GK, size)
         masks: Sequence[Tensor | None] = [self.mask] * len(queries)
         if self.mask is not None and self.has_masks:
-            masks = self.mask.split(size)
+            masks = torch.split(self.mask, size)
         pieces = zip(queries, reads, keys, masks, strict=True)
         return [FormBlocks(*piece) for piece in pieces]
 
@@ -185,8 +186,8 @@ def attend_members(problem: Problem, pieces: list[FormBlocks]) -> Result:
     v_BHND = problem.v_BHND
     wide = wide_type(v_BHND.dtype)
     out_PD = v_BHND.new_zeros(P, v_BHND.shape[-1], dtype=wide)
-    members = []
-    sums = []
+    members: list[Tensor] = []
+    sums: list[Tensor] = []
     all_inputs = gathered(problem, pieces)
     for piece, inputs in zip(pieces, all_inputs, strict=True):
         out_GQD, sum_GQ = attend_with_log_sums(
@@ -383,8 +384,8 @@ def squares_of(part: RangeReads, is_square_L: Tensor, quarter: int) -> list[Form
     first_L = part.query.first_L()
     squares = Runs(begin_G=first_L, count_G=count_L, low_G=first_L)
     size_L = whole_pieces(count_L, quarter) * quarter
-    blocks = []
-    for size in size_L[is_square_L].unique().tolist():
+    blocks: list[FormBlocks] = []
+    for size in tolist(unique(size_L[is_square_L])):
         is_of_size_L = is_square_L & (size_L == size)
         of_size = squares.where(is_of_size_L)
         blocks.append(make_blocks(part, of_size, size, size))
@@ -418,8 +419,8 @@ def cut_into_runs(part: RangeReads, count_L: Tensor, step: int) -> list[FormBloc
     keys_G = high_G - runs.low_G
     width_G = whole_pieces(keys_G, step) * step
     reads_some_G = width_G > 0
-    blocks = []
-    for width in width_G[reads_some_G].unique().tolist():
+    blocks: list[FormBlocks] = []
+    for width in tolist(unique(width_G[reads_some_G])):
         of_width = runs.where(width_G == width)
         blocks.append(make_blocks(part, of_width, step, width))
     return blocks
@@ -548,14 +549,16 @@ class TakeRows(torch.autograd.Function):
     Indexing would make such a tensor for each tensor of row numbers, and then add these.
     """
 
+    apply: Callable[..., tuple[Tensor, ...]]  # torch declares it without types
+
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rows)
         ctx.shape = x_RD.shape
-        pieces = []
+        pieces: list[Tensor] = []
         for row_GQ in rows:
             x_SD = x_RD.index_select(0, row_GQ.flatten())
-            pieces.append(x_SD.unflatten(0, row_GQ.shape))
+            pieces.append(torch.unflatten(x_SD, 0, row_GQ.shape))
         return tuple(pieces)
 
     @staticmethod
@@ -581,10 +584,10 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
     if not x_RD.is_cpu or not are_all_in_order(rows, len(x_RD)):
         return TakeRows.apply(x_RD, *rows)
     counts = [row_GQ.numel() for row_GQ in rows]
-    pieces = x_RD.split(counts)
-    views = []
+    pieces = torch.split(x_RD, counts)
+    views: list[Tensor] = []
     for x_SD, row_GQ in zip(pieces, rows, strict=True):
-        views.append(x_SD.unflatten(0, row_GQ.shape))
+        views.append(torch.unflatten(x_SD, 0, row_GQ.shape))
     return views
 
 

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtx.attention.typed_torch import custom_op
+
 SPARE_ROWS = 64
 """The number of extra rows, after the R rows, for members that read nothing."""
 
@@ -97,7 +99,7 @@ def sinks_alone(sink_R: Tensor, partial: Partial) -> Partial:
     return Partial(row_R, no_value_RD, log_sum_R)
 
 
-@torch.library.custom_op("rtx::combined", mutates_args=())
+@custom_op("rtx::combined")
 def combined(
     row_S: Tensor,
     sum_S: Tensor,
@@ -120,8 +122,8 @@ def combined(
     out_RD = sum_S.new_zeros(rows_and_spare, head_size)
     # One partial at a time: joining all outputs and weighting them would take two more copies.
     counts = [len(out_SD) for out_SD in outs]
-    targets = target_S.split(counts)
-    shares = share_S.split(counts)
+    targets = torch.split(target_S, counts)
+    shares = torch.split(share_S, counts)
     parts = zip(outs, targets, shares, strict=True)
     for out_SD, some_target_S, some_share_S in parts:
         some_share_S1 = some_share_S[:, None]
@@ -168,11 +170,11 @@ def gradients(ctx: Any, dout_RD: Tensor, _: None) -> tuple[Any, ...]:
         raise RuntimeError("create_graph=True: this attention has first derivatives alone")
     row_S, share_S, out_RD, *outs = ctx.saved_tensors
     counts = [len(out_SD) for out_SD in outs]
-    row_parts = row_S.split(counts)
-    shares = share_S.split(counts)
+    row_parts = torch.split(row_S, counts)
+    shares = torch.split(share_S, counts)
     g_dot_out_R = (dout_RD * out_RD).sum(-1)
-    dsums = []
-    douts = []
+    dsums: list[Tensor] = []
+    douts: list[Tensor] = []
     parts = zip(outs, row_parts, shares, strict=True)
     for out_SD, some_row_S, some_share_S in parts:
         g_SD = dout_RD[some_row_S]

@@ -48,7 +48,7 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def has_flash(device: torch.device) -> bool:
     """Return whether a device can run torch's flash kernel.
 
@@ -103,7 +103,7 @@ def by_flash(
         window_size=(back, 0),
     )
     assert isinstance(out_SHD, Tensor)
-    out_BHND = out_SHD.unflatten(0, (B, queries)).transpose(1, 2)
+    out_BHND = torch.unflatten(out_SHD, 0, (B, queries)).transpose(1, 2)
     if window.memory == 0:
         return out_BHND
     return F.pad(out_BHND, (0, 0, window.memory, 0))

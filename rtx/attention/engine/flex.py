@@ -15,6 +15,9 @@ Shapes: R rows, P query members and M key members of all lists together, X block
 blocks of keys, Z blocks of either kind, D head size.
 """
 
+# pyright: reportUnknownMemberType=false
+# torch declares `compile` and the limit of compilations with a part of their types.
+
 import functools
 import math
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from rtx.attention.engine.problem import PRODUCTS_ALONE, Problem, Result
 from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.reads import RangeReads
+from rtx.attention.typed_torch import tolist
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask."""
@@ -112,7 +116,7 @@ def attend_packed(
     attention = flex_attention if q_11PD.is_cpu else compiled()
     auxiliary = AuxRequest(lse=True)
     # In torch 2.11 torch.compile has no argument for this limit.
-    with torch._dynamo.config.patch(recompile_limit=FORMS):
+    with torch._dynamo.config.patch(recompile_limit=FORMS):  # pyright: ignore[reportPrivateUsage]
         out_11PD, results = attention(
             q_11PD,
             k_11MD,
@@ -154,7 +158,7 @@ def block_mask(part: RangeReads) -> BlockMask:
     most_keys = (high_X - low_X).amax() + 1
     most_queries = (high_Y - low_Y).amax() + 1
     numbers = torch.stack([most_keys, most_queries, falls.long()])
-    key_width, query_width, some_fall = numbers.tolist()  # the CPU waits for the GPU once
+    key_width, query_width, some_fall = tolist(numbers)  # the CPU waits for the GPU once
     if some_fall:
         need = "ranges that never fall from query to query"
         raise ValueError(f"backend='flex' needs {need}: take backend='torch'")

@@ -25,6 +25,7 @@ from rtx.attention.engine.rounding import whole_pieces
 from rtx.attention.engine.softmax import LogitTerms, soft_attend
 from rtx.attention.reads import IndexReads
 from rtx.attention.recompute import recomputed
+from rtx.attention.typed_torch import tolist
 
 
 def refusal(problem: Problem) -> str | None:
@@ -47,7 +48,7 @@ class Heads(NamedTuple):
 
     def split(self, size: int) -> list["Heads"]:
         """Return the heads, `size` at a time."""
-        fields = (x.split(size) for x in self)
+        fields = (torch.split(x, size) for x in self)
         return [Heads(*piece) for piece in zip(*fields, strict=True)]
 
 
@@ -61,7 +62,7 @@ def attend(problem: Problem) -> Result:
     most = blocks.MAX_SCORES_GPU
     if on_cpu:
         most = blocks.MAX_SCORES_CPU
-    index_XNK = part.index_RK.unflatten(0, (heads, N))
+    index_XNK = torch.unflatten(part.index_RK, 0, (heads, N))
     position_T = positions_that_read(index_XNK)
     all_inputs = all_heads(problem, index_XNK, position_T)
     queries = max(1, most // N)
@@ -78,8 +79,8 @@ def attend(problem: Problem) -> Result:
         store=are_few,
         both_sides=part.both_sides,
     )
-    outs = []
-    sums = []
+    outs: list[Tensor] = []
+    sums: list[Tensor] = []
     heads_at_once = max(1, most // N**2)
     for some in all_inputs.split(heads_at_once):
         out_GTD, sum_GT = attend_some(some)
@@ -100,7 +101,7 @@ def all_heads(problem: Problem, index_XNK: Tensor, position_T: Tensor) -> Heads:
     """Return the inputs of the heads of all sequences, with the queries at some positions."""
     N = index_XNK.shape[1]
     rows = problem.rows()
-    q_XND, k_XND, v_XND = (x_RD.unflatten(0, (-1, N)) for x_RD in rows)
+    q_XND, k_XND, v_XND = (torch.unflatten(x_RD, 0, (-1, N)) for x_RD in rows)
     number_X = torch.arange(len(q_XND), device=q_XND.device)
     head_X = number_X % problem.terms.heads
     if len(position_T) < N:
@@ -135,18 +136,18 @@ def attend_heads(
         both_sides: whether queries may read keys after themselves. Otherwise a piece needs only the
             keys up to its last query.
     """
-    outs = []
-    sums = []
+    outs: list[Tensor] = []
+    sums: list[Tensor] = []
     key_stop = 0
     N = heads.k_GND.shape[1]
-    positions = position_T.split(queries)
-    vectors = heads.q_GTD.split(queries, 1)
-    indexes = heads.index_GTK.split(queries, 1)
+    positions = torch.split(position_T, queries)
+    vectors = torch.split(heads.q_GTD, queries, 1)
+    indexes = torch.split(heads.index_GTK, queries, 1)
     for position_Q, q_GQD, index_GQK in zip(positions, vectors, indexes, strict=True):
         if both_sides:
             key_stop = N
         elif position_T.is_cpu:
-            key_stop = max(position_Q.tolist(), default=0) + 1
+            key_stop = max(tolist(position_Q), default=0) + 1
         else:
             # The queries are those of all positions, so the number follows without reading the GPU.
             key_stop = min(N, key_stop + queries)

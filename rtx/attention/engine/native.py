@@ -10,6 +10,7 @@ query members and M key members of all lists together.
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -152,9 +153,9 @@ class RangeTensors(NamedTuple):
 
 
 class IndexTensors(NamedTuple):
-    """An index by the kernel's name."""
+    """An index by the kernel's name, which hides `tuple.index`."""
 
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 KernelReads = RangeTensors | IndexTensors
@@ -220,6 +221,8 @@ class Attention(torch.autograd.Function):
     Without keys (`k_RD` is None) the queries serve as keys.
     """
 
+    apply: Callable[..., Result]  # torch declares it without types
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -261,6 +264,8 @@ class CombinedAttention(torch.autograd.Function):
     keys (`k_RD` is None) the queries serve as keys.
     """
 
+    apply: Callable[..., Tensor]  # torch declares it without types
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -283,11 +288,11 @@ class CombinedAttention(torch.autograd.Function):
         return out_RD
 
     @staticmethod
-    def backward(ctx: Any, dout_RD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
         q_RD, k_RD, v_RD, out_RD, lse_R, *saved_reads = ctx.saved_tensors
         reads = ctx.form(*saved_reads)
-        dout_RD = dout_RD.contiguous()
+        dout_RD = gradients[0].contiguous()
         row_P = reads.query_row
         lse_P = lse_R[row_P]
         delta_R = (dout_RD * out_RD).sum(-1)

@@ -72,7 +72,7 @@ def attend_step(
         sink_XQ = terms.sink_IH.T.repeat(B, 1)
         share_XQ = (log_sum_XQ - sink_XQ).sigmoid()
         out_XQD = out_XQD * share_XQ[..., None]
-    return out_XQD.to(v_BGKD.dtype).unflatten(0, (B, H))
+    return torch.unflatten(out_XQD.to(v_BGKD.dtype), 0, (B, H))
 
 
 class ListSlots(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rtx.attention.engine import packed_attention
 from rtx.attention.engine.rounding import power_of_two, whole_pieces
+from rtx.attention.typed_torch import custom_op
 
 EPSILON = 1e-6
 """Added to the variance."""
@@ -42,7 +43,7 @@ def can_normalise(x_BHND: Tensor) -> bool:
     return packed_attention.can_run(x_BHND.device)
 
 
-@torch.library.custom_op("rtx::normalise", mutates_args=())
+@custom_op("rtx::normalise")
 def normalise(x_BHND: Tensor) -> tuple[Tensor, Tensor]:
     """Return the normalised vectors in float32, and in the type of `x_BHND`, both contiguous.
 
@@ -99,7 +100,7 @@ def row_sizes(x_BHND: Tensor) -> dict[str, int]:
     return {"H": H, "N": N, "R": B * H * N}
 
 
-@torch.library.custom_op("rtx::normalise_backward", mutates_args=())
+@custom_op("rtx::normalise_backward")
 def normalise_backward(
     x_BHND: Tensor,
     dwide_BHND: Tensor | None,

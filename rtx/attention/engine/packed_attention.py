@@ -57,6 +57,7 @@ from rtx.attention.engine.packed_launch import (
     sum_by_row,
 )
 from rtx.attention.engine.softmax import LogitTerms
+from rtx.attention.typed_torch import custom_op
 
 
 def has_compiler() -> bool:
@@ -191,7 +192,7 @@ def relative_terms(
     return keys_HTD, terms.relative.bias_HM, terms.relative.values_MD
 
 
-@torch.library.custom_op("rtx::packed_attention", mutates_args=())
+@custom_op("rtx::packed_attention")
 def packed_attention(
     q_BHND: Tensor,
     k_BHND: Tensor | None,
@@ -264,7 +265,7 @@ def _(
     return out_GE, lse_U, out_GE.new_empty(0), lse_U.new_empty(0)
 
 
-@torch.library.custom_op("rtx::packed_attention_backward", mutates_args=())
+@custom_op("rtx::packed_attention_backward")
 def packed_attention_backward(
     dout_GE: Tensor,
     dlse_U: Tensor | None,
@@ -376,7 +377,8 @@ def gradients(ctx: Any, dout_GE: Tensor | None, dlse_U: Tensor | None, *_: None)
     holes = others[ctx.list_count :]
     if dout_GE is None:
         G = len(share_R) if ctx.merge == "mean" else len(out_UE)
-        dout_GE = out_UE.new_zeros(G, out_UE.shape[1])
+        shape_GE = (G, out_UE.shape[1])
+        dout_GE = torch.zeros(shape_GE, dtype=out_UE.dtype, device=out_UE.device)
     dq, dk, dv, dkeys, dbias, dvalues = packed_attention_backward(
         dout_GE,
         dlse_U,

@@ -143,7 +143,7 @@ def heads_at_once(x_BHND: Tensor, C: int) -> list[slice]:
     B, H, N, _ = x_BHND.shape
     scores_of_head = max(1, C * N)
     count = max(1, MAX_SCORES // scores_of_head)
-    slices = []
+    slices: list[slice] = []
     for first in range(0, B * H, count):
         slices.append(slice(first, min(first + count, B * H)))
     return slices
@@ -675,7 +675,7 @@ def earliest(score_XN: Tensor, best_XK: Tensor, edge_X2: Tensor, margin_X1: Tens
             out is; else, and beside infinities, only equal scores are.
     """
     count = best_XK.shape[1] - 1
-    left_out_X1, last_X1 = edge_X2.split(1, dim=-1)
+    left_out_X1, last_X1 = torch.split(edge_X2, 1, dim=-1)
     are_tied_X1 = left_out_X1 >= last_X1 - margin_X1
     are_finite_X1 = left_out_X1.isfinite() & last_X1.isfinite()
     margin_X1 = torch.where(are_tied_X1 & are_finite_X1, margin_X1, 0)

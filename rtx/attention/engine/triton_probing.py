@@ -30,6 +30,7 @@ from rtx.attention.engine.rounding import power_of_two, whole_pieces
 from rtx.attention.engine.triton_selection import precision
 from rtx.attention.reads import MemberLists
 from rtx.attention.ties import tie_margin
+from rtx.attention.typed_torch import custom_op
 
 TILE = 32
 """Positions of a tile, as `probing_kernels.TILE`, which only a machine with Triton can read."""
@@ -162,7 +163,7 @@ def files_by_kernels(centroid_HCD: Tensor, k_BHND: Tensor, early: int) -> FilesT
     return cluster_XN, word_XTC, last_XCT, bound_L1, row_M, first_R1, member_M
 
 
-file_operator = torch.library.custom_op("rtx::file_keys", files_by_kernels, mutates_args=())
+file_operator = custom_op("rtx::file_keys")(files_by_kernels)
 
 
 @file_operator.register_fake
@@ -409,7 +410,7 @@ def launch_probe(
     )
 
 
-probe_operator = torch.library.custom_op("rtx::probe_files", probes_by_kernels, mutates_args=())
+probe_operator = custom_op("rtx::probe_files")(probes_by_kernels)
 
 
 @probe_operator.register_fake
@@ -618,7 +619,7 @@ def tally_arguments(name: str, tally: Tally) -> dict[str, Tensor]:
     return {f"{name}_word": tally.word_XTC, f"{name}_last": tally.last_XCT}
 
 
-pack_operator = torch.library.custom_op("rtx::pack_members", lists_by_kernels, mutates_args=())
+pack_operator = custom_op("rtx::pack_members")(lists_by_kernels)
 
 
 @pack_operator.register_fake

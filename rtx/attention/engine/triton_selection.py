@@ -38,6 +38,7 @@ from rtx.attention.engine.static_selection import (
     top_members_with,
 )
 from rtx.attention.reads import MemberLists
+from rtx.attention.typed_torch import custom_op
 
 TILE = 64
 """Positions that a program of `score_kernel` works on."""
@@ -134,7 +135,7 @@ def nearest_members(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor) -> 
     return MemberLists(row_M, bound_L1.diff())
 
 
-@torch.library.custom_op("rtx::nearest_clusters", mutates_args=())
+@custom_op("rtx::nearest_clusters")
 def nearest_by_kernel(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
@@ -157,7 +158,7 @@ def _(centroid_HCD: Tensor, x_BHND: Tensor, margin_HC: Tensor, as_lists: bool) -
     return x_BHND.new_empty(x_BHND.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("rtx::entries_by_thresholds", mutates_args=())
+@custom_op("rtx::entries_by_thresholds")
 def entries_by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
@@ -348,7 +349,7 @@ def ranged_members(
     return Members(*ranges_by_kernel(list_M, slot_M, row_S, bound_L1, window, attend_self))
 
 
-@torch.library.custom_op("rtx::ranged_members", mutates_args=())
+@custom_op("rtx::ranged_members")
 def ranges_by_kernel(
     list_M: Tensor,
     slot_M: Tensor,
@@ -399,7 +400,7 @@ def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool)
     return shared_lists(row_M, Ranges._make(ranges), row_members(row_M, rows), count_1)
 
 
-@torch.library.custom_op("rtx::top_ranges", mutates_args=())
+@custom_op("rtx::top_ranges")
 def top_ranges(
     position_XCW: Tensor,
     length: int,
@@ -408,7 +409,8 @@ def top_ranges(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the rows of members and their `Ranges`."""
     assert position_XCW.dtype == torch.int32, "the kernel counts in int32"
-    row_M, *ranges = empty_top_ranges(position_XCW, length, window, attend_self)
+    result = empty_top_ranges(position_XCW, length, window, attend_self)
+    row_M, *ranges = result
     capacity = position_XCW.numel()
     C, W = position_XCW.shape[-2:]
     if capacity:
@@ -426,7 +428,7 @@ def top_ranges(
             SELF=attend_self,
             num_warps=4,
         )
-    return row_M, *ranges
+    return result
 
 
 @top_ranges.register_fake
@@ -450,7 +452,7 @@ def score_moments(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     return moments_by_kernels(centroid_HCD.detach(), x_BHND.detach())
 
 
-@torch.library.custom_op("rtx::score_moments", mutates_args=())
+@custom_op("rtx::score_moments")
 def moments_by_kernels(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     """Return the sums `[2, B, H, C]` of scores and of their squares, float64."""
     assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
@@ -615,7 +617,7 @@ def launch_candidates(score_XN: Tensor, rank: int, capacity: int) -> Candidates:
     return candidates
 
 
-top_by_sample = torch.library.custom_op("rtx::top_by_sample", top_by_kernels, mutates_args=())
+top_by_sample = custom_op("rtx::top_by_sample")(top_by_kernels)
 
 
 @top_by_sample.register_fake
@@ -654,7 +656,7 @@ def earliest_by_kernel(
     return place_XK
 
 
-earliest = torch.library.custom_op("rtx::earliest", earliest_by_kernel, mutates_args=())
+earliest = custom_op("rtx::earliest")(earliest_by_kernel)
 
 
 @earliest.register_fake
@@ -690,7 +692,7 @@ def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
     return part_LSD.sum(1)
 
 
-list_sums = torch.library.custom_op("rtx::list_sums", sums_by_kernel, mutates_args=())
+list_sums = custom_op("rtx::list_sums")(sums_by_kernel)
 
 
 @list_sums.register_fake

@@ -90,10 +90,10 @@ def attend_slots(problem: Problem) -> tuple[Tensor, Tensor]:
     all_query_GQ, all_key_GK = tiles_of(part)
     scores_of_tile = all_query_GQ.shape[1] * all_key_GK.shape[1]
     size = max(1, MAX_SCORES_GPU // max(1, scores_of_tile))
-    queries = all_query_GQ.split(size)
-    keys = all_key_GK.split(size)
-    outs = []
-    sums = []
+    queries = torch.split(all_query_GQ, size)
+    keys = torch.split(all_key_GK, size)
+    outs: list[Tensor] = []
+    sums: list[Tensor] = []
     for query_GQ, key_GK in zip(queries, keys, strict=True):
         mask_GQK = slots_read(part, query_GQ, key_GK)
         # Empty slots get the row of some member; the mask excludes it.
