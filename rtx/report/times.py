@@ -261,7 +261,7 @@ def findings_against(
 
 
 def tables_of(results: Sequence[TimeFindings], kinds: Kinds, constant: bool) -> list[Table]:
-    """Return two tables for each rival; a terminal shows those of the first.
+    """Return two tables for each rival; a terminal shows those of the first that compare something.
 
     `constant`: whether the learning rate stays constant in all rows.
     """
@@ -269,8 +269,11 @@ def tables_of(results: Sequence[TimeFindings], kinds: Kinds, constant: bool) -> 
     tables = []
     for number, result in enumerate(results):
         names = compared_with(result.rival, kinds, legal)
-        tables.append(time_table(result, names, brief=number == 0))
-        tables.append(gap_table(result, names, constant, brief=number == 0))
+        is_first = number == 0
+        has_times = compared(result.times) > 0
+        has_gaps = compared(result.gaps) > 0
+        tables.append(time_table(result, names, brief=is_first and has_times))
+        tables.append(gap_table(result, names, constant, brief=is_first and has_gaps))
     return tables
 
 
@@ -329,9 +332,13 @@ def gap_table(result: TimeFindings, names: Sequence[str], constant: bool, brief:
 
 def correction(findings: Mapping[Any, Finding]) -> str:
     """Return over how many comparisons intervals and verdicts are corrected, in words."""
-    count = sum(finding.comparison.difference is not None for finding in findings.values())
-    comparisons = plural(count, "comparison")
+    comparisons = plural(compared(findings), "comparison")
     return f"intervals and verdicts after Holm's correction over the {comparisons} of the table"
+
+
+def compared(findings: Mapping[Any, Finding]) -> int:
+    """Return how many findings are comparisons, and not a reason why there is none."""
+    return sum(finding.comparison.difference is not None for finding in findings.values())
 
 
 def ratio_text(finding: Finding) -> str:

@@ -474,7 +474,10 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
             write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
     report = built(tmp_path)
     assert "routing (causal): times not compared; after 20 s each," in report.lines[0]
-    assert cells(table_of(report, "Time to a loss"), "routing (causal)") == []
+    times = table_of(report, "Time to a loss")
+    assert cells(times, "routing (causal)") == []
+    assert times.shown(brief=True) == [], "a terminal has no table without a comparison"
+    assert table_of(report, "Loss at equal time").shown(brief=True)
 
 
 def test_rows_without_a_seed_in_common_are_not_compared_in_time(tmp_path: Path) -> None:
