@@ -133,6 +133,7 @@ def test_a_cache_folder_that_is_not_absolute_is_not_used(
         ("eval last", "RTX_OUTPUTS"),
         ("report FOLDER", ""),
         ("train TEXT", "RTX_OUTPUTS"),
+        ("train TEXT", "RTX_RUN"),
         ("data list", "RTX_DATA"),
         ("data remove text-0123456789ab", "RTX_DATA"),
         ("train TEXT", "RTX_DATA"),
