@@ -1,11 +1,12 @@
 """The folder of a run: its name, how it is found, and how results are written into it. No torch."""
 
+import contextlib
 import datetime
 import itertools
 import os
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,7 +58,9 @@ def new_run_folder(name: str) -> Path:
     if folder is None:
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         folder = outputs_root() / name / f"{stamp}-{secrets.token_hex(4)}"
-    if names_inside(folder, "checkpoints", "*.ckpt"):
+    with access_errors(folder):
+        checkpoints = names_inside(folder, "checkpoints", "*.ckpt")
+    if checkpoints:
         problem = "holds checkpoints but no config.yaml"
         raise UserError(f"RTX_RUN={folder} {problem}: take them out, or name another folder")
     return folder
@@ -68,6 +71,15 @@ def unwritable(folder: Path, error: OSError) -> str:
     variable = "RTX_RUN" if requested_folder() == folder else "RTX_OUTPUTS"
     remedy = f"set {variable} to a folder that you can write"
     return f"cannot write to {folder}: {error.strerror}; {remedy}"
+
+
+@contextlib.contextmanager
+def access_errors(folder: Path) -> Iterator[None]:
+    """Raise `UserError` where the user has no right to enter the folder for a run."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(unwritable(folder, error)) from error
 
 
 def is_export(folder: Path) -> bool:

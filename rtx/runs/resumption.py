@@ -8,7 +8,7 @@ from typing import Any
 from rtx.errors import RunFailed, UserError, printable
 from rtx.processes import launch
 from rtx.runs.checksum import is_whole, resumable
-from rtx.runs.folder import is_export, requested_folder
+from rtx.runs.folder import access_errors, is_export, requested_folder
 from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
 from rtx.settings.identity import may_change, with_absolute_path
@@ -55,7 +55,11 @@ def place_of(config: Config) -> tuple[Config, Path | None, str | None]:
     then a line is printed.
     """
     folder = requested_folder()
-    if folder is None or not (folder / RUN_CONFIG).exists():
+    if folder is None:
+        return config, None, ""
+    with access_errors(folder):
+        is_run = (folder / RUN_CONFIG).exists()
+    if not is_run:
         return config, None, ""
     config = as_chosen(config, load_run_config(folder))
     return config, folder, plan_resumption(folder, config) or None

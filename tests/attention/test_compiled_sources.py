@@ -12,6 +12,7 @@ import pytest
 from rtx.attention.engine import compiler
 from rtx.errors import UserError
 from rtx.training.hardware import refuse_without_kernel
+from tests.helpers.disturbances import deadline
 
 SOURCE = "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in compiler.FUNCTIONS)
 """A source with the functions of the kernels, which compiles in less than a second."""
@@ -204,3 +205,16 @@ def test_a_compiler_that_fails_hangs_or_is_missing_is_told_in_a_line(
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     forget()
     assert compiler.problem() == "no C++ compiler (CXX, c++, g++, clang++)"
+
+
+def test_a_signal_ends_a_compiler_that_hangs(tmp_path: Path) -> None:
+    script = tmp_path / "cxx"
+    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'process'}\nexec sleep 600\n")
+    script.chmod(0o755)
+    began = time.monotonic()
+    # The handler of a signal raises, as that of a command does.
+    with pytest.raises(AssertionError, match="not done after"), deadline(2.0):
+        compiler.run_compiler([str(script)])
+    assert time.monotonic() - began < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)

@@ -319,6 +319,18 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     assert sorted(path.name for path in root.iterdir()) == ["downloads", "my-own"]
 
 
+def test_a_store_that_may_not_be_removed_is_not_reported_as_removed(data, root, said, monkeypatch):
+    folder = opened(data, root).folder
+
+    def refuse(*_: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(UserError, match=f"{folder}: Permission denied"):
+        remove_store(root, folder.name, said.append)
+    assert said == [] and folder.is_dir()
+
+
 def test_sequences_and_windows_have_the_documents_of_their_units(data, root):
     apart = dataclasses.replace(data, documents=True)
     found = opened(apart, root)

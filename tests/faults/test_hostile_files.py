@@ -152,6 +152,17 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(
     assert asked(workshop, "report", str(copy.parent))[0] == 0
 
 
+@pytest.mark.parametrize("command", ["rtx train 'x", ["rtx", "train"], {"rtx": 1}, 5])
+def test_a_command_that_is_none_is_no_obstacle_to_an_export(
+    workshop: Workshop, copy: Path, tmp_path: Path, command: Any
+) -> None:
+    path = copy / "environment.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "command": command}))
+    assert asked(workshop, "export", str(copy), f"output={tmp_path / 'out'}")[0] == 0
+    assert (tmp_path / "out" / "README.md").is_file()
+
+
 MARKUP = (
     '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
 )

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from rtx.attention.engine import compiler
 from rtx.data.store import note_place
+from rtx.paths import cache_folder
 from rtx.runs import status as run_status
 from rtx.runs.status import run_state
 from tests.helpers.small_runs import SIZES, Workshop, difference
@@ -31,6 +33,13 @@ from rtx.cli.main import open_streams
 open_streams()
 """
 """Close the standard streams, as a daemon may, and begin as the script does."""
+WITHOUT_RIGHTS = """
+import ctypes
+library = ctypes.CDLL(None)
+if hasattr(library, "capset"):
+    library.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+"""
+"""Give up what lets root read every folder (Linux)."""
 
 
 def script(words: str, streams: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -105,6 +114,48 @@ def test_an_unknown_home_folder_is_told(
     line = said.splitlines()[-1]
     assert line.startswith(f"rtx: {option}={NO_SUCH}"), line
     assert "this machine knows no home folder ~nosuchuser; write the whole path" in line
+
+
+def test_a_cache_folder_that_is_not_absolute_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (NO_SUCH, "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", name)
+        assert cache_folder() == tmp_path / ".cache"
+        assert compiler.cache_folder() == tmp_path / ".cache" / "rtx" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("words", "variable"),
+    [
+        ("runs", "RTX_OUTPUTS"),
+        ("eval last", "RTX_OUTPUTS"),
+        ("report FOLDER", ""),
+        ("train TEXT", "RTX_OUTPUTS"),
+        ("train TEXT", "RTX_RUN"),
+        ("data list", "RTX_DATA"),
+        ("data remove text-0123456789ab", "RTX_DATA"),
+        ("train TEXT", "RTX_DATA"),
+    ],
+)
+def test_a_folder_that_may_not_be_read_is_told(
+    workshop: Workshop, tmp_path: Path, words: str, variable: str
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0)
+    text = f"data=text {workshop.text}"
+    line = words.replace("FOLDER", str(folder)).replace("TEXT", text)
+    variables = {"RTX_RUN": ""}
+    if variable:
+        variables[variable] = str(folder)
+    process = workshop.fork(tmp_path / "run", *line.split(), inside=WITHOUT_RIGHTS, **variables)
+    code = process.wait()
+    said = process.log.read_text()
+    process.log.unlink()
+    assert code == 2 and "Traceback" not in said, said
+    last = said.splitlines()[-1]
+    assert last.startswith("rtx: ") and str(folder) in last and "Permission denied" in last
 
 
 def no_entry(number: int) -> Any:

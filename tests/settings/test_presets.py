@@ -56,6 +56,10 @@ def test_a_model_beside_an_experiment_with_another_one_is_refused(folder: Path) 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 """A list of 2^40 letters."""
+MAPPINGS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40)
+)
+"""The same number of values in mappings."""
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("layers: ${${name}.env:RTX_SECRET}\n", "a preset may refer to keys alone"),
         ("defaults:\n  - ${oc.env:RTX_SECRET}\n", "line 2: ${oc.env:RTX_SECRET}: a preset may"),
         (BOMB, "its aliases expand to more than 10,000 values"),
+        (MAPPINGS, "its aliases expand to more than 10,000 values"),
         ("layers: &a [*a]\n", "line 1: *a is nothing before it"),
         ("layers: [\n", "not valid YAML"),
         ("# caf\udce9\nlayers: 3\n", "line 1: is not UTF-8"),
