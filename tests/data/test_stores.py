@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from rtx.data import preparation, store
+from rtx.data import catalog, preparation, store
 from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
 from rtx.data.sampler import ShuffledWindows
 from rtx.data.store import DamagedStore, TokenStore, is_verified
@@ -317,6 +317,21 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     remove_store(root, folder.name, said.append)
     assert said[0].startswith(f"{folder}: removed, ") and len(said) == 2
     assert sorted(path.name for path in root.iterdir()) == ["downloads", "my-own"]
+
+
+def test_a_store_that_cannot_be_removed_is_not_listed_as_removed(
+    data: DataConfig, root: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = opened(data, root).folder
+    said.clear()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(catalog, "remove_tree", refuse)
+    with pytest.raises(UserError, match="Permission denied"):
+        remove_store(root, folder.name, said.append)
+    assert said == []
 
 
 def test_sequences_and_windows_have_the_documents_of_their_units(data, root):
