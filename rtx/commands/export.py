@@ -14,7 +14,8 @@ from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.runs.folder import is_export, refuse_links, shown
 from rtx.settings.extensions import copies
-from rtx.settings.run_config import RUN_CONFIG, to_yaml
+from rtx.settings.run_config import to_yaml
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.settings.schema import to_dict
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
 from rtx.training.export import former_files, names_of, write_export

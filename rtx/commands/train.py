@@ -49,7 +49,7 @@ from rtx.settings.compose import compose_checked
 from rtx.settings.identity import with_absolute_path
 from rtx.settings.overrides import check_overrides
 from rtx.settings.requirements import check_logger
-from rtx.settings.run_config import RUN_CONFIG
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.settings.schema import Config, to_dict
 from rtx.sweeps.cells import refuse_sweep
 from rtx.training.apart import stopped, train_apart

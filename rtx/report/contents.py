@@ -82,7 +82,7 @@ def build(collection: Collection, title: str) -> Report:
             add_times(report, kinds, records)
     if not collection.cells:
         report.headline = "No scores here: step times alone."
-    report.tables += further_tables(collection.cells, records)
+    report.tables += further_tables(collection.cells, groups, records)
     report.plots += plots_of(report.answer, groups[0].rows, collection.cells, unit_of(groups[0]))
     report.commands = commands_of(collection, records)
     for comparison in comparisons(collection.pretrained):
@@ -197,9 +197,11 @@ def add_times(report: Report, kinds: Kinds, records: Sequence[StepRecord]) -> No
         report.plots.append(plot)
 
 
-def further_tables(cells: Sequence[Cell], records: Sequence[StepRecord]) -> list[Table]:
+def further_tables(
+    cells: Sequence[Cell], groups: Sequence[ProtocolRows], records: Sequence[StepRecord]
+) -> list[Table]:
     """Return the tables behind those of scores: by length, divergences, step times, environment."""
-    tables = tables_by_length(cells)
+    tables = tables_by_length(groups)
     for cell in cells:
         divergence = newest_divergence(cell)
         if divergence:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rtx.report.ranking import half_interval, mean
-from rtx.report.run_records import Cell, Score
-from rtx.report.score_rows import Row, row_key, rows_by_protocol
+from rtx.report.run_records import Score
+from rtx.report.score_rows import ProtocolRows, Row, row_key
 from rtx.runs.records import EvaluationRecord, Protocol, ScoreRecord
 from rtx.settings.data_sets import MADE
 from rtx.tables import Column, Entry, Table
@@ -78,13 +78,14 @@ def depth_table(title: str, names: Sequence[Column], rows: list[Entry]) -> Table
     return Table(title, [*names, *columns], rows)
 
 
-def tables_by_length(cells: Sequence[Cell]) -> list[Table]:
+def tables_by_length(row_groups: Sequence[ProtocolRows]) -> list[Table]:
     """Return the tables of runs that were scored at several lengths, or by depth.
 
-    The rows of a table were scored by protocols that differ in the length alone.
+    `row_groups`: the rows of each protocol. The rows of a table were scored by protocols that
+    differ in the length alone.
     """
     groups: dict[Any, dict[int, list[Row]]] = {}
-    for group in rows_by_protocol(cells):
+    for group in row_groups:
         if group.protocol is not None:
             by_length = groups.setdefault(any_length(group.protocol), {})
             by_length.setdefault(group.protocol.length, []).extend(group.rows)

@@ -43,7 +43,7 @@ from rtx.runs.study import (
     read_sweeps,
 )
 from rtx.settings.identity import digest, digests
-from rtx.settings.run_config import RUN_CONFIG, values_of
+from rtx.settings.run_values import RUN_CONFIG, values_of
 from rtx.settings.schema import all_fields
 
 NOT_STARTED = "not started"

@@ -14,7 +14,7 @@ from rtx.disk import make_folder, names_inside, status_inside, write_inside, wri
 from rtx.errors import RunFailed, UserError, nearest, plural, printable, shorten
 from rtx.paths import expand_path
 from rtx.runs.status import STATUS, read_status
-from rtx.settings.run_config import RUN_CONFIG
+from rtx.settings.run_values import RUN_CONFIG
 
 MOST_LISTED = 5
 """Runs that a message lists."""
@@ -102,10 +102,8 @@ def run_folders(folder: Path) -> list[Path]:
     A folder is a run if it has one of the files of a run. Exported models, and folders inside a
     run, are none.
     """
-    folders: set[Path] = set()
-    for depth in ("", "*/", "*/*/"):
-        for name in FILES_OF_A_RUN:
-            folders |= {path.parent for path in folder.glob(depth + name)}
+    candidates = [folder, *folder.glob("*/"), *folder.glob("*/*/")]
+    folders = {candidate for candidate in candidates if has_file_of_a_run(candidate)}
     runs: list[Path] = []
     for run in sorted(folders):
         # The parent of "." is "." again.
@@ -113,6 +111,11 @@ def run_folders(folder: Path) -> list[Path]:
         if not is_inside and not is_export(run):
             runs.append(run)
     return runs
+
+
+def has_file_of_a_run(folder: Path) -> bool:
+    """Return whether a folder has one of the files of a run."""
+    return any(os.path.exists(folder / name) for name in FILES_OF_A_RUN)
 
 
 def refuse_unreadable(folder: Path) -> None:

@@ -13,7 +13,8 @@ from rtx.runs.records import OlderFinal, ScoreRecord
 from rtx.runs.status import read_status, run_state
 from rtx.settings.identity import may_change, with_absolute_path
 from rtx.settings.overrides import Override
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge_checked
+from rtx.settings.run_config import load_run_config, merge_checked
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.settings.schema import Config, flat, to_dict, with_values
 
 MEMORY_KEYS = ("trainer.micro_batch_size", "model.recompute")

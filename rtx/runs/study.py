@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError
 
 from rtx.disk import names_inside, open_named, read_inside, write_inside
 from rtx.errors import UserError
 from rtx.runs.folder import ENVIRONMENT, METRICS, RESUMES, SWEEPS
+from rtx.runs.older import MARK_OF_EARLIER_ROW
 from rtx.runs.pretrained_record import PretrainedRecord, pretrained_files
 from rtx.runs.records import (
     AnalysisFile,
@@ -31,12 +32,16 @@ from rtx.runs.records import (
     read_rows,
 )
 from rtx.runs.status import read_status
-from rtx.settings.run_config import LARGEST_CONFIG, RUN_CONFIG
+from rtx.settings.run_values import LARGEST_CONFIG, RUN_CONFIG
 
 Row = TypeVar("Row", MetricsRow, CurveRow)
 STUDY_SUFFIX = ".jsonl"
 MOST_ROWS = 2**16
 """Rows of a kind that are kept of a run's metrics; with trainer.log_every=10 of 655,360 steps."""
+SMALL_CURVE = 1 << 24
+"""The most bytes of a run's metrics whose lines are checked in one call."""
+CURVE_LINES = TypeAdapter(list[Json[CurveRow]], config=ConfigDict(defer_build=True))
+"""Reads lines of metrics.jsonl."""
 
 
 class StudyLine(Record):
@@ -76,7 +81,31 @@ def read_run(folder: Path, problems: list[str]) -> StudyLine:
 
 def read_curve(folder: Path, problems: list[str]) -> list[CurveRow]:
     """Return what a report reads of the metrics of a run."""
-    return thinned(each_row(CurveRow, folder, METRICS, problems))
+    rows = read_small_curve(folder)
+    if rows is None:
+        return thinned(each_row(CurveRow, folder, METRICS, problems))
+    return thinned(rows) if len(rows) > MOST_ROWS else rows
+
+
+def read_small_curve(folder: Path) -> list[CurveRow] | None:
+    """Return the rows of a file of at most SMALL_CURVE bytes, checked in one call.
+
+    That takes half the time of a call for each line. None where anything is unusual: reading line
+    by line tells broken lines apart, and names the first.
+    """
+    try:
+        content = read_inside(folder, METRICS, SMALL_CURVE)
+    except (OSError, UserError):
+        return None
+    if MARK_OF_EARLIER_ROW in content:
+        return None
+    lines = content.removesuffix(b"\n").split(b"\n")
+    if max(map(len, lines)) >= CurveRow.most_bytes:
+        return None
+    try:
+        return CURVE_LINES.validate_python(lines)
+    except ValidationError:
+        return None
 
 
 def read_all_but_metrics(folder: Path, problems: list[str]) -> StudyLine:

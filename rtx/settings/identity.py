@@ -4,6 +4,7 @@ All of it follows from what each key `changes`, which keys a run reads, and sinc
 (`rtx/settings/schema.py`).
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -33,8 +34,12 @@ def effect_of(key: str) -> Effect:
     return NOTHING if key.startswith("logger.") else REMOVED.get(key, RESULTS)
 
 
+@functools.cache
 def tells_rows_apart(key: str) -> bool:
-    """Whether runs with different values of a key are different rows of a report."""
+    """Whether runs with different values of a key are different rows of a report.
+
+    A report of a thousand runs looks this up for every key of every run.
+    """
     return effect_of(key).new_row
 
 

@@ -6,27 +6,20 @@ configuration, and so are aliases that expand to more than `MOST_NODES` nodes.
 
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rtx.errors import UserError, shorten
 from rtx.settings.presets import read_text
+from rtx.settings.run_values import events_of
 
 MOST_NODES = 10_000
 """The most values and collections of values in a file, with all that aliases repeat."""
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 """A reference to another key, such as ${data.length}."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def events_of(text: str, loader: Any) -> Iterator[yaml.Event]:
-    """Yield the events of a text in YAML."""
-    # PyYAML's stubs leave `parse` without types.
-    yield from cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_preset(path: Path) -> DictConfig | ListConfig:

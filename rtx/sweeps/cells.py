@@ -22,7 +22,7 @@ from rtx.settings.overrides import LAUNCHED, Override, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, preset
 from rtx.settings.readers import unread, without_effect
 from rtx.settings.rules import resolve
-from rtx.settings.run_config import RUN_CONFIG, read_values
+from rtx.settings.run_values import RUN_CONFIG, read_values
 from rtx.settings.schema import Config, flat, to_dict
 
 DEFINING = (

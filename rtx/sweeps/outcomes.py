@@ -10,10 +10,8 @@ from rtx.runs.records import StatusRecord
 from rtx.runs.signals import EXIT_CODES, state_after
 from rtx.runs.status import close, read_status, seems_running
 from rtx.settings.identity import cell_hashes
-from rtx.settings.run_config import (
-    RUN_CONFIG,
-    load_run_config,
-)
+from rtx.settings.run_config import load_run_config
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.sweeps.cells import Cell
 
 NO_CODE = 999

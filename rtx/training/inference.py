@@ -28,7 +28,8 @@ from rtx.runs.folder import EXPORT_FACTS, is_export, refuse_links
 from rtx.settings.derived import local_reach
 from rtx.settings.overrides import check_overrides
 from rtx.settings.requirements import precision_on
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, merge, on_one_device
+from rtx.settings.run_config import load_run_config, merge, on_one_device
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.settings.schema import Config, DataConfig, flat, to_dict
 from rtx.training.checkpoint import (
     Checkpoint,

@@ -18,7 +18,8 @@ from rtx.runs.environment import record_start
 from rtx.runs.folder import shown
 from rtx.runs.resumption import Differences, differences, refuse_changes
 from rtx.settings.extensions import code_of, copies
-from rtx.settings.run_config import RUN_CONFIG, load_run_config, to_yaml
+from rtx.settings.run_config import load_run_config, to_yaml
+from rtx.settings.run_values import RUN_CONFIG
 from rtx.settings.schema import Config, to_dict
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint, tensor_problem
 from rtx.training.pretrained import load_pretrained

@@ -14,8 +14,9 @@ from hypothesis.strategies import DataObject
 
 from rtx.report.run_records import Cell
 from rtx.runs import study
-from rtx.runs.folder import last_active
+from rtx.runs.folder import METRICS, last_active
 from rtx.runs.records import (
+    CurveRow,
     EnvironmentRecord,
     MetricsRow,
     StatusRecord,
@@ -129,6 +130,38 @@ def test_rows_are_read_one_by_one_and_thinned(
     assert {19_999, 20_000} <= {row.step for row in rows}
     assert [row.step for row in last_rows(MetricsRow, tmp_path, path.name)][-2:] == [19_999, 20_000]
     assert last_rows(MetricsRow, tmp_path, "none.jsonl") == []
+
+
+GOOD_ROW = b'{"step": 1, "valid/bits": 2.5}\n'
+ROWS = (
+    b"",
+    GOOD_ROW,
+    GOOD_ROW.strip(),
+    GOOD_ROW + b'{"step": 2, "valid/bi',
+    GOOD_ROW + b"\n" + GOOD_ROW,
+    b'{"step": 1}, {"step": 2}\n' + GOOD_ROW,
+    b'{"step": 1, "x": [{}\n{}]}\n' + GOOD_ROW,
+    b'{"step": 1}\r{"step": 2}\n',
+    b'{"step": 1}\r\n' + GOOD_ROW,
+    b'{"step": -1}\n' + GOOD_ROW,
+    b'{"step": 1, "train/mfu": "\xff"}\n' + GOOD_ROW,
+    b'{"step": 1, "train/mfu": NaN}\n{"step": "2"}\n',
+    b"null\n[]\n5\n" + GOOD_ROW,
+    b'{"step": 3, "kind": "val", "val_bits": 2.0}\n' + GOOD_ROW,
+    b'{"step": 4, "x": "' + b"x" * (1 << 20) + b'"}\n' + GOOD_ROW,
+)
+
+
+@pytest.mark.parametrize("content", ROWS, ids=lambda content: repr(content[:40]))
+def test_rows_that_are_checked_in_one_call_are_those_of_a_call_for_each(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / METRICS).write_bytes(content)
+    one_by_one: list[str] = []
+    expected = list(each_row(CurveRow, tmp_path, METRICS, one_by_one))
+    problems: list[str] = []
+    assert repr(study.read_curve(tmp_path, problems)) == repr(expected)
+    assert problems == one_by_one
 
 
 def test_a_command_with_a_quote_that_does_not_end_is_shown() -> None:

@@ -1,0 +1,99 @@
+"""The values in the config.yaml of a run, by dotted keys, as they were recorded. No Hydra.
+
+Reports and lists of runs read nothing else of a configuration, and Hydra takes a tenth of a second
+to import.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from rtx.disk import read_inside
+from rtx.errors import UserError
+from rtx.settings.schema import all_fields
+
+RUN_CONFIG = "config.yaml"
+LARGEST_CONFIG = 1 << 20
+"""The most bytes of a config.yaml."""
+FORMER_LOGGERS = {
+    "auto": {"logger.wandb": True},
+    "online": {"logger.wandb": True, "logger.mode": "online"},
+    "offline": {"logger.wandb": True, "logger.mode": "offline"},
+    "csv": {"logger.csv": True},
+    "tensorboard": {"logger.tensorboard": True},
+    "jsonl": {},
+}
+"""What the values of logger.name, which runs up to version 0.4 have, stand for."""
+LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads every value as text."""
+
+
+def read_values(run: Path) -> dict[str, Any]:
+    """Return the values in a run's config.yaml by dotted keys, see `values_of`; OSError as read."""
+    return values_of(read_inside(run, RUN_CONFIG, LARGEST_CONFIG).decode())
+
+
+def values_of(content: str) -> dict[str, Any]:
+    """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
+
+    Texts are not checked: an extension that is not loaded may have registered the name.
+
+    Raises:
+        UserError: whatever YAML can express beside keys with a value each: aliases, lists,
+            deeper or repeated keys.
+        yaml.YAMLError: the text is no YAML.
+    """
+    texts = texts_of(content)
+    if not texts:
+        raise UserError("is not the configuration of a run")
+    fields = all_fields()
+    values: dict[str, Any] = {}
+    if texts.get("logger.name") in FORMER_LOGGERS:
+        values |= FORMER_LOGGERS[texts.pop("logger.name")]
+    for key, text in texts.items():
+        field = fields.get(key)
+        if field is not None and field.optional and text == "null":
+            values[key] = None
+        elif field is None or field.kind is str:
+            values[key] = text
+        else:
+            values[key] = field.read(text)
+    return values
+
+
+def texts_of(content: str) -> dict[str, str]:
+    """Return the text of each value in the text of a config.yaml; see `values_of`.
+
+    It is read as a stream of YAML events: a document built from aliases could be endless.
+    """
+    # Section and key of the next value.
+    path_of_names: list[str] = []
+    depth = 0
+    texts: dict[str, str] = {}
+    for event in events_of(content, LOADER):
+        expects_name = len(path_of_names) < depth
+        key = ".".join(path_of_names)
+        match event:
+            case yaml.ScalarEvent(value=text) if expects_name:
+                path_of_names.append(text)
+            case yaml.ScalarEvent(value=text) if depth and key not in texts:
+                texts[key] = text
+                path_of_names.pop()
+            case yaml.MappingStartEvent() if not expects_name and depth < 2:
+                depth += 1
+            case yaml.MappingEndEvent():
+                depth -= 1
+                del path_of_names[-1:]
+            case yaml.NodeEvent():
+                raise UserError(f"{key or 'it'} must be one value, or keys with one each, once")
+            case _:
+                pass
+    return texts
+
+
+def events_of(text: str, loader: Any) -> Iterator[yaml.Event]:
+    """Yield the events of a text in YAML."""
+    # PyYAML's stubs leave `parse` without types.
+    yield from cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
