@@ -6,7 +6,7 @@ import itertools
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -74,7 +74,7 @@ def unwritable(folder: Path, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def access_errors(folder: Path) -> Iterator[None]:
+def access_errors(folder: Path) -> Generator[None]:
     """Raise `UserError` where the user has no right to enter the folder for a run."""
     try:
         yield

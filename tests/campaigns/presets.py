@@ -61,6 +61,8 @@ from rtx.sweeps.cells import lay_out
 from rtx.training import module
 from tests.helpers.made_sets import (
     encoded,
+    kernel_tarball,
+    kernel_tree,
     publish_enwik8,
     publish_wikitext,
     remote,
@@ -109,10 +111,13 @@ def make_data(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         rows: list[bytes | None] = [encoded(picture(32, number)) for number in range(count)]
         write_images(folder / "cifar10" / f"{split}-00000-of-00001.parquet", rows)
     pictures(folder / "imagenet64", patch)
+    sources = {f"fs/module{number}.c": module for number, module in enumerate(modules)}
+    kernel = kernel_tarball(folder / "linux-6.1.tar.xz", kernel_tree() | sources)
     held_out = "data.held_out=4"
     overrides: dict[str, list[str]] = {name: [] for name in ("stdlib", *MADE)}
     return overrides | {
         "text": [f"data.path={folder / 'book.txt'}"],
+        "kernel": [f"data.path={kernel}"],
         "enwik8": [f"data.path={folder / 'enwik8.zip'}"],
         "wikitext103": [f"data.path={folder / 'wikitext'}"],
         "pg19": [f"data.path={folder / 'pg19'}", "data.vocabulary=1000"],
