@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -115,11 +116,10 @@ def bytes_kept(model: Transformer, tokens_1N: Tensor) -> int:
     model.eval()
     decoder = Decoder(model)
     decoder.prefill(tokens_1N)
-    caches = [stream.stream.cache for streams in decoder.streams for stream in streams]
     # Tensors that share memory are counted once.
-    storages = {}
-    for cache in caches:
-        for tensor in tensors_in(vars(cache)):
+    storages: dict[int, int] = {}
+    for stream in itertools.chain(*decoder.streams):
+        for tensor in tensors_in(vars(stream.stream.cache)):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
