@@ -1,5 +1,7 @@
 """The files of a report: a page, Markdown, LaTeX, CSV, JSON, and its plots."""
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -117,14 +119,20 @@ def latex(report: Report) -> str:
 
 def comma_separated(report: Report) -> str:
     """Return all tables as one CSV file; numbers are not rounded."""
-    import pandas
-
-    frames = []
+    names: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
     for table in report.every_table():
-        protocol = " ".join(table.lines[:1])
-        frame = pandas.DataFrame(table.rows).assign(table=table.title, protocol=protocol)
-        frames.append(frame.map(no_formula).convert_dtypes())
-    return pandas.concat(frames).to_csv(index=False)
+        source = {"table": table.title, "protocol": " ".join(table.lines[:1])}
+        for row in table.rows:
+            names |= dict.fromkeys(row)
+            cells = {**row, **source}
+            rows.append({name: no_formula(value) for name, value in cells.items()})
+        names |= dict.fromkeys(source)
+    content = io.StringIO()
+    writer = csv.DictWriter(content, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return content.getvalue()
 
 
 def no_formula(value: Any) -> Any:
