@@ -4,6 +4,7 @@ Reports and lists of runs read nothing else of a configuration, and Hydra takes 
 to import.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -48,19 +49,26 @@ def values_of(content: str) -> dict[str, Any]:
     texts = texts_of(content)
     if not texts:
         raise UserError("is not the configuration of a run")
-    fields = all_fields()
     values: dict[str, Any] = {}
     if texts.get("logger.name") in FORMER_LOGGERS:
         values |= FORMER_LOGGERS[texts.pop("logger.name")]
     for key, text in texts.items():
-        field = fields.get(key)
-        if field is not None and field.optional and text == "null":
-            values[key] = None
-        elif field is None or field.kind is str:
-            values[key] = text
-        else:
-            values[key] = field.read(text)
+        values[key] = recorded_value(key, text)
     return values
+
+
+@functools.lru_cache(maxsize=4096)
+def recorded_value(key: str, text: str) -> Any:
+    """Return the value of a key from its text.
+
+    A report of a thousand runs reads the same few texts of each key again and again.
+    """
+    field = all_fields().get(key)
+    if field is not None and field.optional and text == "null":
+        return None
+    if field is None or field.kind is str:
+        return text
+    return field.read(text)
 
 
 def texts_of(content: str) -> dict[str, str]:
@@ -74,10 +82,11 @@ def texts_of(content: str) -> dict[str, str]:
     texts: dict[str, str] = {}
     for event in events_of(content, LOADER):
         expects_name = len(path_of_names) < depth
+        if expects_name and isinstance(event, yaml.ScalarEvent):
+            path_of_names.append(event.value)
+            continue
         key = ".".join(path_of_names)
         match event:
-            case yaml.ScalarEvent(value=text) if expects_name:
-                path_of_names.append(text)
             case yaml.ScalarEvent(value=text) if depth and key not in texts:
                 texts[key] = text
                 path_of_names.pop()
