@@ -129,10 +129,8 @@ def draw(
 def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
     """Save a text (with its prompt) or a PNG under a name of its own, and print its path."""
     begin = f"samples/step{run.checkpoint['step']}-seed{seed}"
-    for number in itertools.count(1):
-        name = f"{begin}-{number}.{kind}"
-        if status_inside(run.folder, name) is None:
-            break
+    names = (f"{begin}-{number}.{kind}" for number in itertools.count(1))
+    name = next(name for name in names if status_inside(run.folder, name) is None)
     save(run.folder, name, content)
 
 

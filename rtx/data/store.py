@@ -152,12 +152,12 @@ class TokenStore(Store):
     name: str
     folder: Path
     splits: dict[str, np.ndarray]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # pyright: ignore[reportIncompatibleVariableOverride] # it never changes
     fingerprint: str
     source: dict[str, Any]
-    stamps: dict[str, Any] = field(default_factory=dict)
+    stamps: Mapping[str, Any] = field(default_factory=dict)
     image: tuple[int, int] | None = None
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:

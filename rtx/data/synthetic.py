@@ -39,8 +39,9 @@ class SyntheticStore(Store):
 
     task: DataConfig
     """length (N), sequences (S), keys, values, fillers, and the sizes of the task."""
-    stamps: ClassVar[Mapping[str, Any]] = {}
-    tokenizer: ClassVar[None] = None
+    # Of all tasks.
+    stamps: ClassVar[Mapping[str, Any]] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+    tokenizer: ClassVar[None] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     version: ClassVar[int] = 1
     """Version of how a sequence is made from its number."""
 

@@ -59,7 +59,8 @@ class MemoryBlock(Block):
                 kind=model.compression,
             )
 
-    def forward(
+    # Other blocks take documents in the place of a memory (`Transformer.run_blocks`).
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x_BNE: Tensor,
         streaming: bool = False,

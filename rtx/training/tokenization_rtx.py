@@ -35,12 +35,16 @@ class RtxTokenizer(PreTrainedTokenizer):
         others: those of `PreTrainedTokenizer`.
     """
 
-    vocab_files_names: ClassVar[dict[str, str]] = {
+    # Of the class, as in the tokenizers of transformers.
+    vocab_files_names: ClassVar[dict[str, str]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
         "record_file": TOKENIZER_RECORD,
         "subwords_file": SentencepieceTokenizer.file,
         "words_file": WordTokenizer.file,
     }
-    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
+    model_input_names: ClassVar[list[str]] = [  # pyright: ignore[reportIncompatibleVariableOverride]
+        "input_ids",
+        "attention_mask",
+    ]
 
     def __init__(
         self,

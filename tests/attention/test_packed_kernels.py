@@ -158,6 +158,7 @@ def dense(
     )
     logits_PM = q_PD @ k_MD.T
     distance_PM, relative = (row_P % part.length)[:, None] - row_M % part.length, terms.relative
+    entry_PM = distance_PM
     if relative is not None:
         head_P = row_P // part.length % q_BHND.shape[1]
         entry_PM = distance_PM.clamp(0, relative.keys_MD.shape[-2] - 1)

@@ -197,6 +197,7 @@ def test_the_released_protocol_has_a_name_and_a_file_of_its_own(
         "wikitext103": "blank lines and the last window that is not",
         "pg19": "nats / subwords",
     }
+    result = {}
     for name, habit in habits.items():
         result, said = workshop.score(
             trained(name), "split=test", "data.length=24", "protocol=released"

@@ -144,7 +144,7 @@ def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
             return x.clone()
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx, *gradients):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     def broken(loss):

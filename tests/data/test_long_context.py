@@ -62,6 +62,7 @@ def origin(sequence: list[int], position: int, task: DataConfig) -> tuple[int, i
     token = sequence[question]
     earlier = position - question - 1
     hops = 0
+    place = question
     while token < task.keys:
         places = [place for place in range(question) if sequence[place] == token]
         # A variable is first in its own assignment, and then in the next one of its chain.

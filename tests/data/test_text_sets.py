@@ -122,6 +122,7 @@ def test_the_zip_the_file_and_the_folder_give_the_same_bytes(tmp_path, root, mon
     publish_enwik8(tmp_path / "enwik8.zip", CONTENT, monkeypatch)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "enwik8").write_bytes(CONTENT)
+    fingerprints = set()
     for number, place in enumerate(
         (tmp_path / "enwik8.zip", tmp_path, tmp_path / "out", tmp_path / "out" / "enwik8")
     ):
@@ -131,6 +132,7 @@ def test_the_zip_the_file_and_the_folder_give_the_same_bytes(tmp_path, root, mon
             "valid": CONTENT[3600:3800],
             "test": CONTENT[3800:],
         }
+        fingerprints.add(store.fingerprint)
         assert store.stamps == {"newlines": "keep"} and store.facts["train"]["documents"] == 1
     dropped = opened(root, "enwik8", tmp_path, newlines="drop")
     assert (
@@ -138,9 +140,8 @@ def test_the_zip_the_file_and_the_folder_give_the_same_bytes(tmp_path, root, mon
         and dropped.stamps["newlines"] == "drop"
     )
     (tmp_path / "enwik8.zip").unlink()
-    assert opened(root / "0", "enwik8", None).fingerprint == store.fingerprint, (
-        "a store that is there needs no source"
-    )
+    without_source = opened(root / "0", "enwik8", None)
+    assert {without_source.fingerprint} == fingerprints, "a store that is there needs no source"
     (tmp_path / "out" / "enwik8").write_bytes(CONTENT[1:])
     root = tmp_path / "others"
     refused(

@@ -219,6 +219,7 @@ def looked_at(folder: Path, width: int, height: int, scheme: int) -> dict[str, A
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
     selections = [{"routing__selection": name} for name in ("causal", "random", "topk")]
+    run = tmp_path
     for at, values in enumerate([LOCAL, FULL, *selections]):
         for seed in range(5):
             bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed

@@ -52,7 +52,7 @@ class ModelWithKey(ModelConfig):
 class ConfigWithKey(Config):
     """A run with one more key."""
 
-    model: ModelWithKey = field(default_factory=ModelWithKey)
+    model: ModelWithKey = field(default_factory=ModelWithKey)  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @pytest.fixture

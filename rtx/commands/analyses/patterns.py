@@ -91,7 +91,7 @@ def draw_maps(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
         # A column of the map shows the largest weight of its keys.
         keys_of_column = -(-N // MAX_ROWS)
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, keys_of_column, ceil_mode=True)
-        image = axis.imshow(
+        axis.imshow(
             weight_PX.numpy(),
             norm=LogNorm(1e-4, 1),
             cmap="magma_r",
@@ -99,7 +99,8 @@ def draw_maps(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
         )
         title = f"layer {row['layer']} head {row['head']}: {row['pattern']}"
         axis.set(title=title, xlabel="key", ylabel="query")
-    figure.colorbar(image, ax=axes, label="weight")
+    (first_image,) = axes.flat[0].images
+    figure.colorbar(first_image, ax=axes, label="weight")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
