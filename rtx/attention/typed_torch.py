@@ -1,7 +1,8 @@
 """Functions of torch with types, where torch declares none, or only a part of them.
 
 Pyright checks this library in strict mode, in which a value of an unknown type is an error. So the
-other files call these functions instead of torch's, whose names they have or tell.
+other files call these functions in place of torch's. The docstring names torch's function where the
+name here differs.
 """
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 
 
 if TYPE_CHECKING:
+    # The class of what `torch.library.custom_op` returns has no public name.
     from torch._library.custom_ops import CustomOpDef
 
     class Operator(CustomOpDef, Generic[Arguments, Result]):

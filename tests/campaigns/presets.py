@@ -561,7 +561,7 @@ def line(row: Row) -> str:
 
 INTRODUCTION = """# Every preset, on two CPU cores
 
-`make presets` took {where}.
+The times of all presets in `make presets` add up to {total}.
 `tests/campaigns/presets.py` describes how each preset is made small.
 `benchmarks/results/presets-cpu.json` has the overrides of each row.
 
@@ -590,8 +590,8 @@ RULES = ("---", "---", *("---:",) * 7)
 def page(rows: list[Row]) -> str:
     """Return docs/results/presets.md."""
     seconds = sum(row.get("seconds", 0) for row in rows)
-    where = f"{seconds / 60:.0f} minutes, one preset after the other, on {rows[0]['machine']}"
-    introduction = INTRODUCTION.format(where=where, layers=LAYERS, width=WIDTH, heads=HEADS)
+    total = f"{seconds / 60:.0f} minutes on {rows[0]['machine']}"
+    introduction = INTRODUCTION.format(total=total, layers=LAYERS, width=WIDTH, heads=HEADS)
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(RULES)}|"]
     lines += [page_line(row) for row in rows]
     return introduction + "\n".join(lines) + "\n"
