@@ -1,14 +1,14 @@
-"""Compare models whose query heads share key-value heads with models that have one for each.
+"""Compare grouped-query attention (GQA) with multi-head attention (MHA): step time, KV cache.
 
 Run `python benchmarks/grouped.py`; it writes `benchmarks/results/grouped-cpu.json` and prints the
-same rows. A row is a pattern, with as many key-value heads as query heads and with `--kv-heads` of
-them (grouped queries, Ainslie et al. 2023). All heads of the model have the pattern. A row has:
+same rows. Each row compares two models all of whose heads have one attention pattern. MHA has a
+key-value head for each query head, GQA has `--kv-heads` of them (Ainslie et al. 2023). It has:
 
 - forward and backward of a batch, in milliseconds: the models of a row are timed in turn, so that
-  a slow moment of the machine reaches both;
-- the bytes of keys, values and lists that a stream keeps after `--length` tokens.
+  a slow moment of the machine reaches both, and the ratio is the median over the turns;
+- the bytes of the decoding cache of the whole model (keys, values, lists) after `--length` tokens.
 
-Weights are untrained: neither figure depends on what was learned.
+Weights are untrained, so clusters have the sizes that random directions give them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATTERNS = (*UNROUTED, "causal", "topk", "nearest", "probed", "exact", "blocks")
 VOCABULARY = 256
 RESULT = Path(__file__).parent / "results" / "grouped-cpu.json"
 HEADING = (
-    f"{'pattern':<10}{'ms':>9}{'grouped':>9}{'ratio':>7}{'MB kept':>10}{'grouped':>9}{'ratio':>7}"
+    f"{'pattern':<10}{'ms':>9}{'grouped':>9}{'ratio':>7}{'cache MB':>10}{'grouped':>9}{'ratio':>7}"
 )
 
 
@@ -86,7 +86,7 @@ def milliseconds_of_step(model: Transformer, tokens_BN: Tensor) -> float:
 
 
 def timed_in_turn(models: list[Transformer], tokens_BN: Tensor, turns: int) -> list[list[float]]:
-    """Return milliseconds of each model, a number a turn; a first turn is not counted."""
+    """Return milliseconds of each model, one number for each turn after a warm-up turn."""
     times: list[list[float]] = [[] for _ in models]
     for turn in range(turns + 1):
         for model, times_of_model in zip(models, times, strict=True):
@@ -111,8 +111,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def bytes_kept(model: Transformer, tokens_1N: Tensor) -> int:
-    """Return the bytes that the streams of a model keep after a prompt."""
+def cache_bytes(model: Transformer, tokens_1N: Tensor) -> int:
+    """Return the bytes of the decoding cache of a model after a prompt."""
     model.eval()
     decoder = Decoder(model)
     decoder.prefill(tokens_1N)
@@ -129,20 +129,20 @@ def measured(pattern: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the row of a pattern."""
     models = [make_model(pattern, kv_heads, args) for kv_heads in (args.heads, args.kv_heads)]
     tokens_BN = random_tokens(args.batch, args.length)
-    all_times, grouped_times = timed_in_turn(models, tokens_BN, args.turns)
-    ratios = [grouped / of_all for of_all, grouped in zip(all_times, grouped_times, strict=True)]
-    all_bytes, grouped_bytes = [bytes_kept(model, tokens_BN[:1]) for model in models]
+    mha_times, gqa_times = timed_in_turn(models, tokens_BN, args.turns)
+    ratios = [gqa / mha for mha, gqa in zip(mha_times, gqa_times, strict=True)]
+    mha_bytes, gqa_bytes = [cache_bytes(model, tokens_BN[:1]) for model in models]
     return {
         "pattern": pattern,
         "heads": args.heads,
         "kv_heads": args.kv_heads,
         "length": args.length,
         "window": args.window,
-        "ms": all_times,
-        "ms_grouped": grouped_times,
+        "ms": mha_times,
+        "ms_grouped": gqa_times,
         "step_ratio": statistics.median(ratios),
-        "bytes": all_bytes,
-        "bytes_grouped": grouped_bytes,
+        "bytes": mha_bytes,
+        "bytes_grouped": gqa_bytes,
     }
 
 
@@ -151,9 +151,9 @@ def line(row: dict[str, Any]) -> str:
     milliseconds = statistics.median(row["ms"])
     grouped = statistics.median(row["ms_grouped"])
     times = f"{milliseconds:>9.1f}{grouped:>9.1f}{row['step_ratio']:>7.2f}"
-    all_bytes = row["bytes"]
-    grouped_bytes = row["bytes_grouped"]
-    sizes = f"{all_bytes / 1e6:>10.2f}{grouped_bytes / 1e6:>9.2f}{grouped_bytes / all_bytes:>7.2f}"
+    mha_bytes = row["bytes"]
+    gqa_bytes = row["bytes_grouped"]
+    sizes = f"{mha_bytes / 1e6:>10.2f}{gqa_bytes / 1e6:>9.2f}{gqa_bytes / mha_bytes:>7.2f}"
     return f"{row['pattern']:<10}{times}{sizes}"
 
 
@@ -162,8 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = {"heads": 8, "kv_heads": 2, "layers": 2, "hidden": 512, "length": 2048, "window": 256}
-    for name, value in {**sizes, "batch": 1, "turns": 7, "threads": 1}.items():
+    defaults = {
+        "heads": 8,
+        "kv_heads": 2,
+        "layers": 2,
+        "hidden": 512,
+        "length": 2048,
+        "window": 256,
+        "batch": 1,
+        "turns": 7,
+        "threads": 1,
+    }
+    for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

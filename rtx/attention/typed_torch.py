@@ -1,4 +1,4 @@
-"""Functions of torch with types, where torch declares none, or only a part of them.
+"""Typed wrappers of torch functions whose annotations are missing or incomplete.
 
 Pyright checks this library in strict mode, in which a value of an unknown type is an error. So the
 other files call these functions in place of torch's. The docstring names torch's function where the
@@ -7,7 +7,7 @@ name here differs.
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
-# Torch's unknown types end here.
+# These rules are off in this file alone.
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def custom_op(
     name: str,
 ) -> Callable[[Callable[Arguments, Result]], Operator[Arguments, Result]]:
-    """Return the decorator that makes an operator of a function which changes no argument."""
+    """Return the decorator that makes an operator of a function that mutates no argument."""
     decorator: Any = torch.library.custom_op(name, mutates_args=())
     return decorator
 
@@ -57,7 +57,7 @@ def custom_op(
 
 
 def tolist(x: Tensor) -> list[Any]:
-    """Return the numbers of a vector, the rows of a matrix as lists of numbers, and so on."""
+    """Return a tensor as nested lists of numbers."""
     return x.tolist()
 
 
@@ -67,7 +67,7 @@ def vector_norm(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Ten
 
 
 def unique(x: Tensor) -> Tensor:
-    """Return the different numbers of a tensor, in ascending order."""
+    """Return the distinct numbers of a tensor, in ascending order."""
     return x.unique()
 
 
@@ -77,7 +77,7 @@ def unique_with_counts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unique_rows(x_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the different rows of a matrix, and the number of each row among them, `[B]`.
+    """Return the distinct rows of a matrix, and for each row the index of its distinct row, `[B]`.
 
     This is `unique` with `return_inverse`.
     """

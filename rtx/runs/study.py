@@ -88,10 +88,11 @@ def read_curve(folder: Path, problems: list[str]) -> list[CurveRow]:
 
 
 def read_small_curve(folder: Path) -> list[CurveRow] | None:
-    """Return the rows of a file of at most SMALL_CURVE bytes, checked in one call.
+    """Return the rows of a file of at most SMALL_CURVE bytes, validated in one call.
 
-    That takes half the time of a call for each line. None where anything is unusual: reading line
-    by line tells broken lines apart, and names the first.
+    That takes half the time of a call for each line. None if the file cannot be read, is larger,
+    has rows of an earlier version, or has a line that is too long or invalid: `read_curve` then
+    reads line by line, and reports the first bad line.
     """
     try:
         content = read_inside(folder, METRICS, SMALL_CURVE)

@@ -1,7 +1,7 @@
-"""The values in the config.yaml of a run, by dotted keys, as they were recorded. No Hydra.
+"""Reads the config.yaml of a run into a dictionary by dotted keys, without Hydra.
 
 Reports and lists of runs read nothing else of a configuration, and Hydra takes a tenth of a second
-to import.
+to import. Settings of earlier versions are translated.
 """
 
 import functools
@@ -18,7 +18,7 @@ from rtx.settings.schema import all_fields
 RUN_CONFIG = "config.yaml"
 LARGEST_CONFIG = 1 << 20
 """The most bytes of a config.yaml."""
-FORMER_LOGGERS = {
+OLD_LOGGER_SETTINGS = {
     "auto": {"logger.wandb": True},
     "online": {"logger.wandb": True, "logger.mode": "online"},
     "offline": {"logger.wandb": True, "logger.mode": "offline"},
@@ -26,32 +26,35 @@ FORMER_LOGGERS = {
     "tensorboard": {"logger.tensorboard": True},
     "jsonl": {},
 }
-"""What the values of logger.name, which runs up to version 0.4 have, stand for."""
+"""What replaces each value of logger.name, a key up to version 0.4."""
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads every value as text."""
 
 
 def read_values(run: Path) -> dict[str, Any]:
-    """Return the values in a run's config.yaml by dotted keys, see `values_of`; OSError as read."""
+    """Return the values in a run's config.yaml by dotted keys.
+
+    Raises what `values_of` raises, OSError, and UnicodeDecodeError for other bytes than UTF-8.
+    """
     return values_of(read_inside(run, RUN_CONFIG, LARGEST_CONFIG).decode())
 
 
 def values_of(content: str) -> dict[str, Any]:
     """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
 
-    Texts are not checked: an extension that is not loaded may have registered the name.
+    String values are not checked: an extension that is not loaded may have registered the name.
 
     Raises:
-        UserError: whatever YAML can express beside keys with a value each: aliases, lists,
-            deeper or repeated keys.
+        UserError: the text has no values, or it has aliases, lists, repeated keys, or keys more
+            than two levels deep.
         yaml.YAMLError: the text is no YAML.
     """
     texts = texts_of(content)
     if not texts:
         raise UserError("is not the configuration of a run")
     values: dict[str, Any] = {}
-    if texts.get("logger.name") in FORMER_LOGGERS:
-        values |= FORMER_LOGGERS[texts.pop("logger.name")]
+    if texts.get("logger.name") in OLD_LOGGER_SETTINGS:
+        values |= OLD_LOGGER_SETTINGS[texts.pop("logger.name")]
     for key, text in texts.items():
         values[key] = recorded_value(key, text)
     return values
@@ -61,7 +64,7 @@ def values_of(content: str) -> dict[str, Any]:
 def recorded_value(key: str, text: str) -> Any:
     """Return the value of a key from its text.
 
-    A report of a thousand runs reads the same few texts of each key again and again.
+    It is cached, because the runs of a sweep have the same few texts of each key.
     """
     field = all_fields().get(key)
     if field is not None and field.optional and text == "null":
@@ -74,28 +77,29 @@ def recorded_value(key: str, text: str) -> Any:
 def texts_of(content: str) -> dict[str, str]:
     """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    It is read as a stream of YAML events: a document built from aliases could be endless.
+    No document is built from the YAML events, because nested aliases could make it endless.
     """
-    # Section and key of the next value.
-    path_of_names: list[str] = []
+    section_and_key: list[str] = []
     depth = 0
     texts: dict[str, str] = {}
     for event in events_of(content, LOADER):
-        expects_name = len(path_of_names) < depth
+        expects_name = len(section_and_key) < depth
         if expects_name and isinstance(event, yaml.ScalarEvent):
-            path_of_names.append(event.value)
+            section_and_key.append(event.value)
             continue
-        key = ".".join(path_of_names)
+        key = ".".join(section_and_key)
         match event:
             case yaml.ScalarEvent(value=text) if depth and key not in texts:
                 texts[key] = text
-                path_of_names.pop()
+                section_and_key.pop()
             case yaml.MappingStartEvent() if not expects_name and depth < 2:
                 depth += 1
             case yaml.MappingEndEvent():
                 depth -= 1
-                del path_of_names[-1:]
+                # The end of a section; the document has no name to remove.
+                del section_and_key[-1:]
             case yaml.NodeEvent():
+                # A list, an alias, a third level, a repeated key, or a value without a key.
                 raise UserError(f"{key or 'it'} must be one value, or keys with one each, once")
             case _:
                 pass
