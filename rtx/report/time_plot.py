@@ -150,7 +150,7 @@ def limits_of_time(plane: Axes, first: float, ends: Mapping[str, Point], highest
     plane.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
     plane.set_xlim(0.95 * first, last * max(2.0, last / first) ** NAMES_SHARE)
     plane.xaxis.set_major_locator(FixedLocator(marks_of_time(first, last)))
-    plane.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,.3g}"))
+    plane.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,g}"))
     plane.xaxis.set_minor_locator(NullLocator())
 
 
