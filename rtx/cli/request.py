@@ -133,7 +133,12 @@ def find_runs(command: Command, names: Sequence[str]) -> list[Path]:
 
     # A report is of many runs.
     keeps_folders = command.positional is Positional.MAYBE_RUNS
-    return [folder if keeps_folders and folder.exists() else find_run(folder) for folder in folders]
+    runs: list[Path] = []
+    for folder in folders:
+        # Unlike Path.exists, it is False in a folder that may not be read; `find_run` says so then.
+        is_kept = keeps_folders and os.path.exists(folder)
+        runs.append(folder if is_kept else find_run(folder))
+    return runs
 
 
 def refuse_several_devices(command: Command, word: str, key: str, text: str) -> None:

@@ -417,6 +417,4 @@ def open_failure(path: Path, options: str, expected: str, error: Exception) -> E
     path = error.filename or path
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
         return DamagedStore(options, path, "a file that can be read", error.strerror)
-    return RunFailed(
-        f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
-    )
+    return RunFailed(f"{path} cannot be read ({error.strerror}); no file was changed")

@@ -36,9 +36,7 @@ def is_whole(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise RunFailed(
-            f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
-        ) from error
+        raise RunFailed(f"{path} cannot be read ({error.strerror}); no file was changed") from error
 
 
 def has_checksum(file: BinaryIO) -> bool:

@@ -127,6 +127,17 @@ def refuse_unreadable(folder: Path) -> None:
         raise UserError(f"{place}: cannot be read ({error.strerror})") from error
 
 
+def refuse_unreachable(path: Path) -> None:
+    """Raise `UserError` for a path in a folder that may not be read: it would seem missing."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise UserError(f"{shorten(str(path), 300)}: cannot be read ({error.strerror})") from error
+    except (OSError, ValueError):
+        # It is missing, or no path: the caller says so.
+        return
+
+
 def runs_below(folder: Path) -> list[Path]:
     """Return the runs of `run_folders`, the last active one first.
 
@@ -153,6 +164,8 @@ def find_run(folder: Path) -> Path:
         return folder
     all_runs = runs_below(outputs_root())
     matches = matching_runs(folder, all_runs)
+    if not matches:
+        refuse_unreachable(folder)
     if len(matches) != 1:
         raise UserError(no_single_run(folder, matches, all_runs))
     run = matches[0]

@@ -79,11 +79,10 @@ class Ranks:
     def compare(self, values: Mapping[str, Any]) -> None:
         """Raise `UserError` on all ranks alike where their values differ."""
         if len({*self.gather(short_hash(values))}) > 1:
-            alike = (
-                "with the same words, on the same data, and on a run folder that all of them see"
+            raise UserError(
+                "the processes of the run have different settings, data or folders: start them all"
+                " with the same words, on the same data, and on a run folder that all of them see"
             )
-            start = f"start them all {alike}"
-            raise UserError(f"the processes of the run do not begin alike: {start}")
 
 
 def lost_process(error: Exception) -> str:

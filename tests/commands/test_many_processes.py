@@ -309,7 +309,7 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
         each = zip((first, second), slurm(), strict=True)
         said = ended([workshop.fork(run, *words, **place) for words, place in each], 2)
         (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
-        assert "do not begin alike: start them all with the same words, on the same data" in line
+        assert "different settings, data or folders: start them all with the same words" in line
         assert status_of(run).state == state  # of what was done, nothing is lost
 
 

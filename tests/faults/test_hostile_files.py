@@ -382,7 +382,7 @@ def test_a_system_that_will_not_read_is_no_damage(
 
     monkeypatch.setattr(np, "memmap", refused)
     with pytest.raises(
-        RunFailed, match=r"cannot be read \(Too many open files\); nothing was changed"
+        RunFailed, match=r"cannot be read \(Too many open files\); no file was changed"
     ):
         open_store(store, "data=text")
     code, said = asked(workshop, "data", "prepare", "data=text", workshop.text, "data.length=32")

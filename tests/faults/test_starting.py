@@ -131,7 +131,9 @@ def test_a_cache_folder_that_is_not_absolute_is_not_used(
     [
         ("runs", "RTX_OUTPUTS"),
         ("eval last", "RTX_OUTPUTS"),
+        ("eval FOLDER/run", ""),
         ("report FOLDER", ""),
+        ("report FOLDER/run", ""),
         ("train TEXT", "RTX_OUTPUTS"),
         ("train TEXT", "RTX_RUN"),
         ("data list", "RTX_DATA"),

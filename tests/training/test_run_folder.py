@@ -123,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_read_is_left_where_it_is(tmp_path: Path) ->
         lambda: files.load_for_use(tmp_path, "last"),
     ):
         with pytest.raises(
-            RunFailed, match=r"cannot be read \(Is a directory\); nothing was changed"
+            RunFailed, match=r"cannot be read \(Is a directory\); no file was changed"
         ):
             read()
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "previous.ckpt"}
