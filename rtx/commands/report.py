@@ -1,7 +1,9 @@
 """`rtx report RUN ... [output=folder]`: what runs allow to conclude, with tables and plots."""
 
+import gc
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +40,8 @@ def main(request: Request) -> int:
     for run in runs:
         check_has_records(run)
     title = f"rtx report: {', '.join(map(shown, runs))}"
-    report = build(collect(runs), title)
+    with garbage_collection_paused():
+        report = build(collect(runs), title)
     folder, name = default_place(runs)
     if output:
         folder = expand_path(output, "output")
@@ -51,6 +54,21 @@ def main(request: Request) -> int:
     print("\n".join([*report_lines(report, width), "", *map(shown, files)]))
     send_to_wandb(runs, files)
     return 0
+
+
+@contextmanager
+def garbage_collection_paused() -> Generator[None]:
+    """Return a context without Python's search for reference cycles.
+
+    It would look through the records again and again, of which there are hundreds for each run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def check_has_records(place: Path) -> None:

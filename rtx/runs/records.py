@@ -395,9 +395,10 @@ class CurveRow(Record):
     @property
     def kind(self) -> str:
         """`train`, `valid`, or `final` for the closing validation."""
-        if "final_bits" in self.model_fields_set:
+        present = self.model_fields_set
+        if "final_bits" in present:
             return "final"
-        return "valid" if "valid_bits" in self.model_fields_set else "train"
+        return "valid" if "valid_bits" in present else "train"
 
 
 class CheckpointRecord(Record):

@@ -107,6 +107,6 @@ def texts_of(content: str) -> dict[str, str]:
 
 
 def events_of(text: str, loader: Any) -> Iterator[yaml.Event]:
-    """Yield the events of a text in YAML."""
+    """Return the events of a text in YAML."""
     # PyYAML's stubs leave `parse` without types.
-    yield from cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
+    return cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
