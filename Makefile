@@ -1,7 +1,7 @@
 # `make help` prints a line for each target: the text after `##`.
 PYTHON ?= python3
 VENV := .venv
-SOURCES := rtx hydra_plugins tests $(wildcard benchmarks)
+SOURCES := rtx hydra_plugins tests $(wildcard benchmarks docs)
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Test files that are fast, and find most mistakes.
 QUICK := tests/test_style.py tests/test_tables.py tests/test_config.py tests/settings tests/commandline \
@@ -91,7 +91,7 @@ lock: | $(VENV)/bin/python ## write the lists of .ci/requirements again
 
 clean: ## remove what was built; keeps .venv, data/ and outputs/
 	rm -rf site dist build .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .hypothesis
-	find $(SOURCES) docs -name __pycache__ -prune -exec rm -rf {} +
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 # $(call install,LIST,EXTRA): the list with its hashes, then rtx with torch, which no list has.
 define install

@@ -1,6 +1,7 @@
-"""Pictures of the patterns, drawn by their own rules: `python docs/pictures.py` writes docs/pictures/<name>.svg.
+"""Draw each pattern by its rule: `python docs/pictures.py` writes docs/pictures/<name>.svg.
 
-Rows are queries from the top, columns are keys. Each cluster has a colour; grey: read in several.
+Rows are queries from the top, columns are keys. Each cluster has a colour. Pairs that are read in
+several clusters are grey.
 
 Shapes: N positions, C clusters, D head size, W attention window, P lists of a head.
 """
@@ -18,25 +19,37 @@ from rtx import attention
 from rtx.attention import Pattern
 from rtx.attention.centroids import to_sphere
 
-N, D, W, C = 32, 8, 8, 4
-CELL, EDGE = 8, 18  # pixels of a pair, and left of and above all pairs
-COLOURS = ("#4878b8", "#e07b2a", "#3f9a5a", "#a865b5")
-SEVERAL, MAY = (
-    "#777777",
-    "#80808026",
-)  # read in several clusters; a pair that a causal pattern may read
+N = 32
+D = 8
+W = 8
+C = 4
+CELL = 8
+"""Pixels of a pair."""
+EDGE = 18
+"""Pixels left of and above all pairs."""
+COLOURS = ("#4878b8", "#e07b2a", "#3f9a5a", "#a865b5", "#777777")
+"""Of the C clusters, and of pairs that are read in several."""
+BACKGROUND = "#80808026"
+"""Of the pairs that a causal pattern may read."""
+UNREAD = -1
+"""In place of the number of a colour."""
+NOISE = 0.8
+"""Deviation of queries and keys from the centroid that they are scattered around."""
 FOLDER = Path(__file__).parent / "pictures"
 
 
 def sequence() -> tuple[Tensor, Tensor, Tensor]:
-    """Return centroids `[1, C, D]`, and queries and keys `[1, 1, N, D]` scattered around them as a walk goes."""
+    """Return centroids `[1, C, D]`, and queries and keys `[1, 1, N, D]` scattered around them.
+
+    The query and the key of a position are near the same centroid, drawn at random.
+    """
     generator = torch.Generator().manual_seed(11)
     centroid_HCD = to_sphere(torch.randn(1, C, D, generator=generator))
     topic_N = torch.randint(C, (N,), generator=generator)
-    near = [
-        centroid_HCD[0, topic_N] + 0.8 * torch.randn(N, D, generator=generator) for _ in range(2)
-    ]
-    return centroid_HCD, near[0][None, None], near[1][None, None]
+    centre_ND = centroid_HCD[0, topic_N]
+    q_ND = centre_ND + NOISE * torch.randn(N, D, generator=generator)
+    k_ND = centre_ND + NOISE * torch.randn(N, D, generator=generator)
+    return centroid_HCD, q_ND[None, None], k_ND[None, None]
 
 
 def routed(selection: str, keys: str = "shared", causal: bool = True) -> Pattern:
@@ -92,42 +105,60 @@ def patterns() -> dict[str, Pattern]:
 def reads(pattern: Pattern) -> Tensor:
     """Return the mask `[P, N, N]` of which query reads which key in which list."""
     _, q_BHND, k_BHND = sequence()
-    given = pattern.inputs(q_BHND, k_BHND if pattern.has_keys else None, None)
-    return pattern.rule(given, 0, False)
+    keys = k_BHND if pattern.has_keys else None
+    qk = pattern.inputs(q_BHND, keys, None)
+    return pattern.rule(qk, 0, False)
 
 
 def draw(name: str, reads_PNN: Tensor) -> str:
     """Return a picture as SVG, with the share of all pairs that are read below it."""
-    lists_NN, first_NN = reads_PNN.sum(0), reads_PNN.int().argmax(0)
-    colour_NN = torch.where(lists_NN > 1, C, first_NN % C).masked_fill(lists_NN == 0, -1)
-    paths = dict.fromkeys((*COLOURS, SEVERAL), "")
-    for row, colours in enumerate(colour_NN.tolist()):
-        for colour, run in itertools.groupby(enumerate(colours), key=lambda pair: pair[1]):
-            columns = [column for column, _ in run]
-            if colour >= 0:
-                width = CELL * len(columns) - 1
-                paths[(*COLOURS, SEVERAL)[colour]] += (
-                    f"M{CELL * columns[0]} {CELL * row}h{width}v{CELL - 1}h-{width}z"
-                )
-    pairs = math.comb(N + 1, 2)
-    whose = " j \u2264 i"
-    if lists_NN.triu(1).any():
-        pairs = N**2
-        whose = ""
-    side, share = CELL * N, f"{(lists_NN > 0).sum() / pairs:.0%} of all pairs{whose}"
-    stairs = "".join(f"V{CELL * (n + 1)}H{CELL * (n + 2)}" for n in range(N - 1))
-    drawn = "".join(
-        f'<path fill="{colour}" d="{path}"/>\n' for colour, path in paths.items() if path
-    )
+    side = CELL * N
+    share = share_read(reads_PNN)
+    steps = [f"V{CELL * (n + 1)}H{CELL * (n + 2)}" for n in range(N - 1)]
+    triangle = f"M0 0H{CELL}{''.join(steps)}V{side}H0z"
+    paths = [
+        f'<path fill="{colour}" d="{path}"/>\n'
+        for colour, path in zip(COLOURS, paths_of_colours(reads_PNN), strict=True)
+        if path
+    ]
     size = f'viewBox="0 0 {side + EDGE} {side + 2 * EDGE}" width="{side + EDGE}"'
+    font = 'font-family="sans-serif" font-size="11" fill="#808080"'
+    keys = f'<text x="{EDGE}" y="12">key j \u2192</text>'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
 <title>{name}: {share}</title>
-<g font-family="sans-serif" font-size="11" fill="#808080"><text x="{EDGE}" y="12">key j \u2192</text>
+<g {font}>{keys}
 <text transform="translate(12 {EDGE}) rotate(90)">query i \u2192</text>
 <text x="{EDGE}" y="{side + EDGE + 14}">{share}</text></g>
-<g transform="translate({EDGE} {EDGE})"><path fill="{MAY}" d="M0 0H{CELL}{stairs}V{side}H0z"/>
-{drawn}</g></svg>
+<g transform="translate({EDGE} {EDGE})"><path fill="{BACKGROUND}" d="{triangle}"/>
+{"".join(paths)}</g></svg>
 """
+
+
+def share_read(reads_PNN: Tensor) -> str:
+    """Return the share of pairs that are read: of those with j <= i, if no other is read."""
+    is_read_NN = reads_PNN.any(0)
+    if is_read_NN.triu(1).any():
+        return f"{is_read_NN.sum() / N**2:.0%} of all pairs"
+    return f"{is_read_NN.sum() / math.comb(N + 1, 2):.0%} of all pairs j \u2264 i"
+
+
+def paths_of_colours(reads_PNN: Tensor) -> list[str]:
+    """Return the squares of each colour as the path of an SVG; neighbours in a row are joined."""
+    lists_NN = reads_PNN.sum(0)
+    first_list_NN = reads_PNN.int().argmax(0)
+    colour_NN = torch.where(lists_NN > 1, C, first_list_NN % C)
+    colour_NN = colour_NN.masked_fill(lists_NN == 0, UNREAD)
+    paths = ["" for _ in COLOURS]
+    for row, colours in enumerate(colour_NN.tolist()):
+        column = 0
+        for colour, neighbours in itertools.groupby(colours):
+            count = len(list(neighbours))
+            if colour != UNREAD:
+                width = CELL * count - 1
+                corner = f"M{CELL * column} {CELL * row}"
+                paths[colour] += f"{corner}h{width}v{CELL - 1}h-{width}z"
+            column += count
+    return paths
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""The screen of docs/start.md and the heads of README, of one real run: `python docs/screens.py` (two minutes on two cores).
+"""Draw the terminal of docs/start.md and the heads of README, from one real run.
 
-Trains on Python's standard library in a terminal of 80 columns; writes docs/pictures/terminal.svg and heads.png.
+`python docs/screens.py` takes two minutes on two cores. It trains on Python's standard library in a
+terminal of 80 columns, and writes docs/pictures/terminal.svg and heads.png.
 """
 
 from __future__ import annotations
@@ -21,88 +22,131 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS, LINES = 80, 40
+COLUMNS = 80
+LINES = 40
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-WORDS = (
+OPTIONS = (
     "trainer.steps=400",
     "trainer.val_every=200",
     "data.length=512",
     "model.window=32",
     "logger=jsonl",
 )
-WIDTH = 1200  # pixels of the picture of the heads
+WIDTH = 1200
+"""Pixels of the picture of the heads."""
+COLOURS = 64
+"""Of that picture."""
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
+"""Fonts that rich loads from another site."""
+CURSOR_UP = "\x1b[A"
+PARTS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]")
+"""A control sequence, a return, a new line, or a letter."""
 
 
 def main() -> None:
-    """Train, record the screen, and draw the heads of the topmost layer."""
-    with tempfile.TemporaryDirectory() as place:
-        os.environ |= {
-            "PYTHONPATH": str(ROOT),
-            "TERM": "xterm",
-            "RTX_DATA": str(Path(place) / "data"),
-        }
-        recorded(["data", "prepare"], place)
-        lines = screen(recorded(["train", *WORDS], place).replace(f"{place}/", ""))
-        console = Console(record=True, width=COLUMNS, file=io.StringIO())
-        console.print(
-            Text(
-                "\n".join(
-                    [f"$ rtx train {' '.join(WORDS[:2])} \\", f"    {' '.join(WORDS[2:])}", *lines]
-                )
-            )
-        )
-        drawing = console.export_svg(title="rtx train")
-        drawing = re.sub(
-            r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL
-        )  # those of another site
-        (PICTURES / "terminal.svg").write_text(drawing, encoding="utf-8")
-        recorded(["analyze", "patterns", "last"], place)
-        (path,) = Path(place).glob("outputs/*/*/analysis/*.png")
-        with Image.open(path) as image:
-            small = image.convert("RGB").resize(
-                (WIDTH, WIDTH * image.height // image.width), Image.Resampling.LANCZOS
-            )
-            small.quantize(64).save(PICTURES / "heads.png", optimize=True)
+    """Train in a temporary folder, and draw both pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.environ["TERM"] = "xterm"
+        os.environ["RTX_DATA"] = str(Path(folder) / "data")
+        output_of(["data", "prepare"], folder)
+        output = output_of(["train", *OPTIONS], folder)
+        draw_terminal(lines_shown(output.replace(f"{folder}/", "")))
+        output_of(["analyze", "patterns", "last"], folder)
+        (picture,) = Path(folder).glob("outputs/*/*/analysis/*.png")
+        draw_heads(picture)
 
 
-def recorded(words: list[str], folder: str) -> str:
-    """Return all that a command writes to a terminal."""
+def draw_terminal(lines: list[str]) -> None:
+    """Write terminal.svg: the command, and the lines that it leaves on the terminal."""
+    command = [f"$ rtx train {' '.join(OPTIONS[:2])} \\", f"    {' '.join(OPTIONS[2:])}"]
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(Text("\n".join([*command, *lines])))
+    drawing = FONTS.sub("", console.export_svg(title="rtx train"))
+    (PICTURES / "terminal.svg").write_text(drawing, encoding="utf-8")
+
+
+def draw_heads(picture: Path) -> None:
+    """Write heads.png: a picture of `rtx analyze patterns`, smaller."""
+    with Image.open(picture) as image:
+        height = WIDTH * image.height // image.width
+        small = image.convert("RGB").resize((WIDTH, height), Image.Resampling.LANCZOS)
+    small.quantize(COLOURS).save(PICTURES / "heads.png", optimize=True)
+
+
+def output_of(words: list[str], folder: str) -> str:
+    """Return all that `rtx WORDS` writes to a terminal, with its control sequences."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    command = [sys.executable, "-m", "rtx", *words]
+    size = struct.pack("HHHH", LINES, COLUMNS, 0, 0)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
     process = subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
+        [sys.executable, "-m", "rtx", *words],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
     )
     os.close(theirs)
-    said = b""
-    try:
-        while part := os.read(ours, 65_536):
-            said += part
-    except OSError:  # a terminal that nobody writes to any more
-        pass
-    assert process.wait() == 0, said.decode(errors="replace")
-    return said.decode(errors="replace")
+    output = read_to_end(ours).decode(errors="replace")
+    assert process.wait() == 0, output
+    return output
 
 
-def screen(said: str) -> list[str]:
-    """Return the lines that stand on the terminal in the end: of a bar that was drawn again the last state."""
-    lines, row, column = [[" "] * COLUMNS], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]", said):
-        if part == "\x1b[A":
-            row -= 1
-        elif part in ("\r", "\n"):
-            row, column = row + (part == "\n"), 0 if part == "\r" else column
+def read_to_end(terminal: int) -> bytes:
+    """Return all that is written to a terminal until its last writer has closed it."""
+    content = b""
+    while True:
+        try:
+            part = os.read(terminal, 65_536)
+        except OSError:
+            # Linux reports the end of a terminal as an error.
+            return content
+        if not part:
+            return content
+        content += part
+
+
+def lines_shown(output: str) -> list[str]:
+    """Return the lines that output leaves on a terminal: of a progress bar the last state alone."""
+    screen = Screen()
+    for part in PARTS.findall(output):
+        screen.write(part)
+    return ["".join(line).rstrip() for line in screen.lines]
+
+
+class Screen:
+    """A terminal of endless height, which knows as much as rtx's output needs."""
+
+    def __init__(self) -> None:
+        self.lines = [[" "] * COLUMNS]
+        self.row = 0
+        self.column = 0
+
+    def write(self, part: str) -> None:
+        """Take a letter or a control sequence; those of colours have no effect."""
+        if part == CURSOR_UP:
+            self.row -= 1
+        elif part == "\r":
+            self.column = 0
+        elif part == "\n":
+            self.move_down()
         elif len(part) == 1:
-            if column == COLUMNS:
-                row, column = row + 1, 0
-            while row >= len(lines):
-                lines.append([" "] * COLUMNS)
-            lines[row][column] = part
-            column += 1
-        while row >= len(lines):
-            lines.append([" "] * COLUMNS)
-    return ["".join(line).rstrip() for line in lines]
+            self.put(part)
+
+    def put(self, letter: str) -> None:
+        """Write a letter; behind the last column it goes to the next line."""
+        if self.column == COLUMNS:
+            self.column = 0
+            self.move_down()
+        self.lines[self.row][self.column] = letter
+        self.column += 1
+
+    def move_down(self) -> None:
+        """Go one row down, in the same column."""
+        self.row += 1
+        if self.row == len(self.lines):
+            self.lines.append([" "] * COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Pictures of a report as a reader meets it: `python docs/results/pictures.py RUNS FOLDER` (needs Chromium).
+"""Draw a report as its readers see it: `python docs/results/pictures.py RUNS FOLDER`.
 
-Writes the first screen of the page of the runs below RUNS, light, dark and on a phone, and the first lines of a
-terminal, as `rtx report` prints them.
+Writes the first screen of the page of the runs below RUNS (in light, in dark and on a phone) and
+the first lines that `rtx report` prints. Needs Chromium or Chrome.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 from rich.console import Console
@@ -22,50 +23,78 @@ from rich.text import Text
 
 from rtx.cli import main as cli
 
-SCREENS = {"page": (1280, 800, 1), "page-dark": (1280, 800, 0), "page-phone": (375, 800, 1)}
-"""Width, height, and Chromium's number for a light or a dark scheme."""
-LINES, COLUMNS = 25, 100
+
+class Screen(NamedTuple):
+    """A browser's window, in pixels, and Chromium's number of a colour scheme."""
+
+    width: int
+    height: int
+    scheme: int
+
+
+DARK = 0
+LIGHT = 1
+SCREENS = {
+    "page": Screen(1280, 800, LIGHT),
+    "page-dark": Screen(1280, 800, DARK),
+    "page-phone": Screen(375, 800, LIGHT),
+}
+LINES = 25
+COLUMNS = 100
+FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
+"""Fonts that rich loads from another site."""
+BROWSERS = ("chromium", "google-chrome", "chrome")
+BROWSER_OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--window-size=1300,900",
+    "--virtual-time-budget=3000",
+)
 
 
 def main(runs: str, folder: Path) -> None:
     """Write the report of `runs` to a temporary folder, and its pictures to `folder`."""
     os.environ["COLUMNS"] = str(COLUMNS)
+    printed = io.StringIO()
     with tempfile.TemporaryDirectory() as place:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            assert cli.main(["report", runs, f"output={place}"]) == 0
-        for name, (width, height, scheme) in SCREENS.items():
-            screen(Path(place), width, height, scheme).save(folder / f"{name}.png", optimize=True)
+        with contextlib.redirect_stdout(printed):
+            code = cli.main(["report", runs, f"output={place}"])
+        assert code == 0
+        for name, screen in SCREENS.items():
+            picture = shown_by_browser(Path(place), screen)
+            picture.save(folder / f"{name}.png", optimize=True)
+    first_lines = printed.getvalue().splitlines()[:LINES]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    console.print(Text("\n".join(said.getvalue().splitlines()[:LINES])))
-    drawing = console.export_svg(title=f"rtx report {runs}")
-    drawing = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL)  # those of another site
+    console.print(Text("\n".join(first_lines)))
+    drawing = FONTS.sub("", console.export_svg(title=f"rtx report {runs}"))
     (folder / "terminal.svg").write_text(drawing, encoding="utf-8")
 
 
-def screen(place: Path, width: int, height: int, scheme: int) -> Image.Image:
-    """Return what a browser shows of report.html in a window of some size (its own windows have a least width)."""
-    frame, shot = place / "frame.html", place / "shot.png"
-    style = f"border:0;width:{width}px;height:{height}px"
-    frame.write_text(
-        f'<body style="margin:0"><iframe src="report.html" scrolling="no" style="{style}"></iframe>'
-    )
-    browser = shutil.which("chromium") or shutil.which("google-chrome") or "chrome"
+def shown_by_browser(place: Path, screen: Screen) -> Image.Image:
+    """Return what a browser shows of report.html in a window of some size.
+
+    The page is in a frame of that size, because the browser's windows have a least width.
+    """
+    frame = place / "frame.html"
+    shot = place / "shot.png"
+    style = f"border:0;width:{screen.width}px;height:{screen.height}px"
+    page = f'<iframe src="report.html" scrolling="no" style="{style}"></iframe>'
+    frame.write_text(f'<body style="margin:0">{page}')
+    found = [name for name in BROWSERS if shutil.which(name)]
+    assert found, f"none of {', '.join(BROWSERS)} is installed"
     command = [
-        browser,
-        *[
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--window-size=1300,900",
-        ],
+        found[0],
+        *BROWSER_OPTIONS,
+        f"--blink-settings=preferredColorScheme={screen.scheme}",
+        f"--user-data-dir={place / 'profile'}",
+        f"--screenshot={shot}",
+        frame.as_uri(),
     ]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=3000"]
-    command += [f"--user-data-dir={place / 'profile'}", f"--screenshot={shot}", frame.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(shot) as image:
-        return image.convert("RGB").crop((0, 0, width, height))
+        return image.convert("RGB").crop((0, 0, screen.width, screen.height))
 
 
 if __name__ == "__main__":
