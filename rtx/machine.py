@@ -28,6 +28,8 @@ SIGNS = (
     "can't start new thread",
 )
 """Messages of Python, torch, CUDA and their libraries for want of memory, in lower case."""
+NO_SOURCE = "could not get source code"
+"""The error of Python's `inspect` if it cannot read a module. It has no number; torch calls it."""
 
 
 def cores() -> int:
@@ -71,8 +73,15 @@ def out_of_memory(error: BaseException) -> str:
     return f"{OUT_OF_MEMORY}: {shorten(reason, 200) or type(error).__name__}"
 
 
+def is_of_system(error: OSError) -> bool:
+    """Return whether the operating system has caused an error, and not a library."""
+    return error.errno is not None or str(error) == NO_SOURCE
+
+
 def system_reason(error: OSError) -> str:
     """Return what the operating system has refused, for a message."""
+    if error.errno is None:
+        return f"the source of an imported module cannot be read ({error})"
     if isinstance(error, BlockingIOError) and error.filename is None:
         # fork failed.
         return f"another process cannot be started (see ulimit -u): {error.strerror}"

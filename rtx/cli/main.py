@@ -21,7 +21,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
-from rtx.machine import OUT_OF_MEMORY, memory_is_exhausted, out_of_memory, system_reason
+from rtx.machine import (
+    OUT_OF_MEMORY,
+    is_of_system,
+    memory_is_exhausted,
+    out_of_memory,
+    system_reason,
+)
 from rtx.processes import check_launch, started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
@@ -154,7 +160,7 @@ def unexpected(error: Exception, words: Sequence[str]) -> int:
         reason = f"{OUT_OF_MEMORY}: {type(error).__name__}: {shorten(str(error), 200)}"
     if reason:
         return complain(reason, 1)
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and is_of_system(error):
         # A name on the command line is too long, or the system fails: its disk, its limits.
         return complain(system_reason(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
     traceback.print_exc()

@@ -5,6 +5,7 @@ Each is told in a line, and no status of a run is changed.
 """
 
 import errno
+import inspect
 import os
 import pwd
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from rtx.attention.engine import compiler
 from rtx.data.store import note_place
+from rtx.machine import NO_SOURCE
 from rtx.paths import cache_folder
 from rtx.runs import status as run_status
 from rtx.runs.status import run_state
@@ -293,3 +295,20 @@ def test_what_the_system_refuses_is_told_in_a_line(
         patch.setattr(workshop, "data", tmp_path / "data")
         said = workshop.command("data", "prepare", "data=text", workshop.text, code=1)
         assert said.splitlines()[-1].endswith("Input/output error")
+
+
+def test_a_module_whose_source_cannot_be_read_is_told_in_a_line(
+    workshop: Workshop, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {}
+    exec("def unreadable(): pass", names)
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        # Torch asks for the source of a module of its own as it is imported.
+        return inspect.getsource(names["unreadable"])
+
+    monkeypatch.setattr("rtx.training.checkpoint.torch.load", load)
+    said = workshop.command("sample", str(copy), "length=8", code=1)
+    last = said.splitlines()[-1]
+    assert last == f"rtx: the source of an imported module cannot be read ({NO_SOURCE})"
+    assert "Traceback" not in said
