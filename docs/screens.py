@@ -36,7 +36,7 @@ OPTIONS = (
 WIDTH = 1200
 """Pixels of the picture of the heads."""
 COLOURS = 64
-"""Of that picture."""
+"""The number of colours of that picture."""
 FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 """Fonts that rich loads from another site."""
 CURSOR_UP = "\x1b[A"
@@ -108,15 +108,15 @@ def read_to_end(terminal: int) -> bytes:
 
 
 def lines_shown(output: str) -> list[str]:
-    """Return the lines that output leaves on a terminal: of a progress bar the last state alone."""
-    screen = Screen()
+    """Return the lines that output leaves on a terminal, of a progress bar its last state."""
+    terminal = Terminal()
     for part in PARTS.findall(output):
-        screen.write(part)
-    return ["".join(line).rstrip() for line in screen.lines]
+        terminal.write(part)
+    return ["".join(line).rstrip() for line in terminal.lines]
 
 
-class Screen:
-    """A terminal of endless height, which knows as much as rtx's output needs."""
+class Terminal:
+    """A terminal that keeps all lines, and knows the control sequences that rtx writes."""
 
     def __init__(self) -> None:
         self.lines = [[" "] * COLUMNS]
@@ -135,7 +135,7 @@ class Screen:
             self.put(part)
 
     def put(self, letter: str) -> None:
-        """Write a letter; behind the last column it goes to the next line."""
+        """Write a letter; past the last column it goes to the next line."""
         if self.column == COLUMNS:
             self.column = 0
             self.move_down()

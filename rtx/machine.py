@@ -29,7 +29,8 @@ SIGNS = (
 )
 """Messages of Python, torch, CUDA and their libraries for want of memory, in lower case."""
 NO_SOURCE = "could not get source code"
-"""The error of Python's `inspect` if it cannot read a module. It has no number; torch calls it."""
+"""The message of Python's `inspect`, which torch calls, for a module that cannot be read; its
+OSError has no errno."""
 
 
 def cores() -> int:
@@ -74,13 +75,13 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def is_of_system(error: OSError) -> bool:
-    """Return whether the operating system has caused an error, and not a library."""
+    """Return whether a line reports an error: it has an errno, or is `NO_SOURCE`."""
     return error.errno is not None or str(error) == NO_SOURCE
 
 
 def system_reason(error: OSError) -> str:
     """Return what the operating system has refused, for a message."""
-    if error.errno is None:
+    if str(error) == NO_SOURCE:
         return f"the source of an imported module cannot be read ({error})"
     if isinstance(error, BlockingIOError) and error.filename is None:
         # fork failed.

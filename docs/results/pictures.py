@@ -24,7 +24,7 @@ from rich.text import Text
 from rtx.cli import main as cli
 
 
-class Screen(NamedTuple):
+class Window(NamedTuple):
     """A browser's window, in pixels, and Chromium's number of a colour scheme."""
 
     width: int
@@ -34,10 +34,10 @@ class Screen(NamedTuple):
 
 DARK = 0
 LIGHT = 1
-SCREENS = {
-    "page": Screen(1280, 800, LIGHT),
-    "page-dark": Screen(1280, 800, DARK),
-    "page-phone": Screen(375, 800, LIGHT),
+WINDOWS = {
+    "page": Window(1280, 800, LIGHT),
+    "page-dark": Window(1280, 800, DARK),
+    "page-phone": Window(375, 800, LIGHT),
 }
 LINES = 25
 COLUMNS = 100
@@ -62,8 +62,8 @@ def main(runs: str, folder: Path) -> None:
         with contextlib.redirect_stdout(printed):
             code = cli.main(["report", runs, f"output={place}"])
         assert code == 0
-        for name, screen in SCREENS.items():
-            picture = shown_by_browser(Path(place), screen)
+        for name, window in WINDOWS.items():
+            picture = shown_by_browser(Path(place), window)
             picture.save(folder / f"{name}.png", optimize=True)
     first_lines = printed.getvalue().splitlines()[:LINES]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
@@ -72,14 +72,14 @@ def main(runs: str, folder: Path) -> None:
     (folder / "terminal.svg").write_text(drawing, encoding="utf-8")
 
 
-def shown_by_browser(place: Path, screen: Screen) -> Image.Image:
+def shown_by_browser(place: Path, window: Window) -> Image.Image:
     """Return what a browser shows of report.html in a window of some size.
 
-    The page is in a frame of that size, because the browser's windows have a least width.
+    The page is in a frame of that size, because the browser's own windows have a minimum width.
     """
     frame = place / "frame.html"
     shot = place / "shot.png"
-    style = f"border:0;width:{screen.width}px;height:{screen.height}px"
+    style = f"border:0;width:{window.width}px;height:{window.height}px"
     page = f'<iframe src="report.html" scrolling="no" style="{style}"></iframe>'
     frame.write_text(f'<body style="margin:0">{page}')
     found = [name for name in BROWSERS if shutil.which(name)]
@@ -87,14 +87,14 @@ def shown_by_browser(place: Path, screen: Screen) -> Image.Image:
     command = [
         found[0],
         *BROWSER_OPTIONS,
-        f"--blink-settings=preferredColorScheme={screen.scheme}",
+        f"--blink-settings=preferredColorScheme={window.scheme}",
         f"--user-data-dir={place / 'profile'}",
         f"--screenshot={shot}",
         frame.as_uri(),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     with Image.open(shot) as image:
-        return image.convert("RGB").crop((0, 0, screen.width, screen.height))
+        return image.convert("RGB").crop((0, 0, window.width, window.height))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Two selections that were tried and are not part of rtx; docs/results/long_text.md has figures.
 
-    rtx train experiment=long_text heads=probed seed=100 extensions=docs/results/tried.py
+    rtx train experiment=long_text heads=probed seed=100 trainer.steps=300
+        trainer.max_minutes=null extensions=docs/results/tried.py
         routing.selection=probed_and_near routing.candidates=128
-    rtx train experiment=long_text heads=causal seed=100 extensions=docs/results/tried.py
+    rtx train experiment=long_text heads=causal seed=100 trainer.steps=300
+        trainer.max_minutes=null extensions=docs/results/tried.py
         routing.selection=clusters_by_recall routing.window=128 routing.clusters=64 routing.decay=1
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size, S sampled queries, R rows, K
@@ -23,7 +25,7 @@ from rtx.attention.top_keys import readable_count
 from rtx.model.heads import clusters, head_size, make_centroids, selection_options
 
 SMALL = 1e-9
-"""Of a soft count of 0, whose logarithm would be infinite."""
+"""Added to soft counts, so that the logarithm of 0 is finite."""
 
 
 class ProbedAndNear(Probed):
@@ -70,16 +72,17 @@ class ProbedAndNearCache(ProbedCache):
 
 
 class ClustersByRecall(Thresholds):
-    """Clusters with thresholds, whose centroids follow a gradient: the keys with the largest
-    weights in attention over the whole prefix are to be in the clusters of their query.
+    """Clusters with thresholds, whose centroids are trained so that the keys that a query would
+    weigh most in full attention are in its clusters.
 
-    For some queries of each training pass, p is the softmax of the logits of all earlier keys, and
+    Queries are drawn from the last seven eighths of each training sequence. For each of them, p is
+    the softmax of its logits of all keys up to it, and
 
-        r_j = sum over clusters c of sigmoid(q . mu_c - t_c) sigmoid(k_j . mu_c - t'_c),
+        r_j = sum over clusters c of sigmoid(q . mu_c - t_c) sigmoid(k_j . mu_c - t'_c)
 
-    a soft count of the clusters that query and key share. The loss is the divergence of r,
-    normalised over j, from p. Its gradient moves the centroids alone, by a fixed distance a step in
-    the direction of a running mean of gradients; thresholds move as they do without it.
+    is a soft count of the clusters that query and key share. The loss is the cross-entropy of p and
+    of r, normalised over j. Its gradient moves the centroids alone, by a fixed distance a step in
+    the direction of a running mean of gradients. Thresholds move as in `Thresholds`.
 
     Args:
         queries: the number of sampled queries of each head.

@@ -135,7 +135,7 @@ def find_runs(command: Command, names: Sequence[str]) -> list[Path]:
     keeps_folders = command.positional is Positional.MAYBE_RUNS
     runs: list[Path] = []
     for folder in folders:
-        # Unlike Path.exists, it is False in a folder that may not be read; `find_run` says so then.
+        # Path.exists would raise in a folder that may not be read; `find_run` reports that.
         is_kept = keeps_folders and os.path.exists(folder)
         runs.append(folder if is_kept else find_run(folder))
     return runs

@@ -58,9 +58,9 @@ def main(request: Request) -> int:
 
 @contextmanager
 def garbage_collection_paused() -> Generator[None]:
-    """Return a context without Python's search for reference cycles.
+    """Return a context in which Python searches for no reference cycles.
 
-    It would look through the records again and again, of which there are hundreds for each run.
+    The search would scan the records, hundreds for each run, again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -128,7 +128,7 @@ def refuse_unreadable(folder: Path) -> None:
 
 
 def refuse_unreachable(path: Path) -> None:
-    """Raise `UserError` for a path in a folder that may not be read: it would seem missing."""
+    """Raise `UserError` for a path in a folder that may not be read: else it would seem missing."""
     try:
         os.stat(path)
     except PermissionError as error:
