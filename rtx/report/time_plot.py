@@ -30,14 +30,22 @@ RunCurves = Mapping[tuple[str, str], Curve]
 """The curves of a kind of heads by seed and clock."""
 
 POINTS = 60
-"""Of a mean curve, at equal distances over log time."""
+"""Number of points of a mean curve, at equal distances over log time."""
+FIRST_SHOWN = POINTS // 4
+"""From this point on a mean curve lies inside the plot; its steep start may be cut off."""
 NAMES_SHARE = 0.45
-"""Of the width of the plot, that names take at the right of its lines."""
+"""Room for names at the right of the lines, as a share of the lines' width."""
 SIDES: Sequence[Side] = ((1, 0), (0, -1), (0, 1))
 """Where a name may stand beside the end of a line: right, below, above."""
+OTHER_SIDE_COST = 3
+"""Of a name that is not at the right, in covered points of lines."""
+GAP_BESIDE = 8
+"""Points between the end of a line and a name at its right."""
+GAP_ABOVE = 11
+"""Points between the end of a line and a name above or below it."""
 DISTANCES = range(0, 33, 3)
 SIGNED_DISTANCES = (*DISTANCES, *(-distance for distance in DISTANCES[1:]))
-"""Points by which a name may be moved away from the end of its line, or up and down beside it."""
+"""Points by which a name may slide along its side: up or down at the right, else right or left."""
 
 
 class Place(NamedTuple):
@@ -57,11 +65,13 @@ def bits_and_time(
     """Draw the bits of kinds of heads over their seconds of training, or None without curves.
 
     Lines are means over seeds with 95% intervals. Only runs of the most frequent clock are drawn;
-    the caption counts the others.
+    the caption counts the others. Seconds of one clock are comparable: those of one machine, number
+    of threads and engine.
 
     Args:
         runs: curves by kind, then by seed and clock.
-        see_future: kinds that do, whose lines are dashed.
+        see_future: kinds whose heads see the future; their lines are dashed.
+        unit: of the bits, such as bits/byte.
     """
     clocks: Counter[str] = Counter()
     for curves in runs.values():
@@ -77,15 +87,15 @@ def bits_and_time(
     plane.set_xscale("log")
     ends: dict[str, Point] = {}
     points: list[Point] = []
-    highest = -math.inf
+    top = -math.inf
     for kind, curves in drawn.items():
         mean_line = draw_mean(plane, kind, curves, dashed=kind in see_future)
         name = kind + SEES_FUTURE if kind in see_future else kind
         ends[name] = mean_line[-1]
         points += mean_line[:-1]
-        highest = max(highest, mean_line[POINTS // 4][1])
+        top = max(top, mean_line[FIRST_SHOWN][1])
     first = min(seconds for seconds, _ in points)
-    limits_of_time(plane, first, ends, highest)
+    set_limits(plane, first, ends, top)
     name_ends(plane, ends, points)
     caption = "Bits over seconds of training"
     left_out = sum(clocks.values()) - clocks[usual]
@@ -109,7 +119,8 @@ def draw_mean(plane: Axes, kind: str, curves: Sequence[Curve], dashed: bool) -> 
     """Draw the mean of curves with its interval, and return the points of its line."""
     seconds, middle, half = mean_curve(curves)
     ink = colour(kind)
-    plane.plot(seconds, middle, color=ink, linestyle="--" if dashed else "-")
+    style = "--" if dashed else "-"
+    plane.plot(seconds, middle, color=ink, linestyle=style)
     low = [value - width for value, width in zip(middle, half, strict=True)]
     high = [value + width for value, width in zip(middle, half, strict=True)]
     plane.fill_between(seconds, low, high, color=ink, alpha=0.15, linewidth=0)
@@ -117,10 +128,9 @@ def draw_mean(plane: Axes, kind: str, curves: Sequence[Curve], dashed: bool) -> 
 
 
 def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds, the mean bits there, and half their 95% intervals.
+    """Return seconds, the mean bits of curves there, and half the 95% interval of each mean.
 
-    They span the time that all curves cover: from the last of their first validations to the first
-    of their last ones.
+    They span the time that all curves share: from the latest start to the earliest end.
     """
     import numpy as np
 
@@ -130,25 +140,26 @@ def mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[
     middle = []
     half = []
     for now in seconds:
-        values = []
-        for curve in curves:
-            values.append(float(np.interp(math.log(now), np.log(curve.seconds), curve.bits)))
+        log_now = math.log(now)
+        values = [float(np.interp(log_now, np.log(curve.seconds), curve.bits)) for curve in curves]
         middle.append(mean(values))
         half.append(half_interval(values) or 0.0)
     return seconds, middle, half
 
 
-def limits_of_time(plane: Axes, first: float, ends: Mapping[str, Point], highest: float) -> None:
-    """Leave room for names at the ends of lines, and mark seconds.
+def set_limits(plane: Axes, first: float, ends: Mapping[str, Point], top: float) -> None:
+    """Set the limits of both axes, with room for names at the ends of lines, and mark seconds.
 
-    `highest`: the largest bits that are shown; those of the very first validations may lie above.
+    `top`: the largest bits that are shown; the start of a line may lie above.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     last = max(seconds for seconds, _ in ends.values())
     lowest = min(bits for _, bits in ends.values())
-    plane.set_ylim(lowest - 0.08 * (highest - lowest) - 1e-6, highest + 1e-6)
-    plane.set_xlim(0.95 * first, last * max(2.0, last / first) ** NAMES_SHARE)
+    plane.set_ylim(lowest - 0.08 * (top - lowest) - 1e-6, top + 1e-6)
+    # On a log axis a power of a ratio is a share of its width; short lines count as a doubling.
+    room = max(2.0, last / first) ** NAMES_SHARE
+    plane.set_xlim(0.95 * first, last * room)
     plane.xaxis.set_major_locator(FixedLocator(marks_of_time(first, last)))
     plane.xaxis.set_major_formatter(FuncFormatter(lambda mark, _: f"{mark:,g}"))
     plane.xaxis.set_minor_locator(NullLocator())
@@ -167,8 +178,9 @@ def marks_of_time(first: float, last: float) -> list[float]:
 def name_ends(plane: Axes, ends: Mapping[str, Point], points: Sequence[Point]) -> None:
     """Write names beside the ends of their lines, in their colours.
 
-    Of all places beside an end a name takes the one that covers the fewest points of lines, and no
-    other name or end; where there is none such, the first.
+    Places that leave the plot, or cover another name or end, are left out. Of the others a name
+    takes the cheapest: a covered point of a line costs 1, a point of distance 1/2, and another side
+    than the right `OTHER_SIDE_COST`. Without any, it is at the right.
     """
     from matplotlib.transforms import Bbox
 
@@ -186,10 +198,12 @@ def name_ends(plane: Axes, ends: Mapping[str, Point], points: Sequence[Point]) -
             if not is_inside(box, plane) or any(box.overlaps(other) for other in taken):
                 continue
             covered = sum(box.contains(*pixel) for pixel in pixels)
-            cost = covered + abs(distance) / 2 + 3 * (side != SIDES[0])
+            cost = covered + abs(distance) / 2
+            if side != SIDES[0]:
+                cost += OTHER_SIDE_COST
             places.append(Place(cost, side, offset, box))
         if not places:
-            write_name(plane, name, end, SIDES[0], (8, 0))
+            write_name(plane, name, end, SIDES[0], offset_of(SIDES[0], 0))
             continue
         best = min(places, key=lambda place: place.cost)
         write_name(plane, name, end, best.side, best.offset)
@@ -200,5 +214,5 @@ def offset_of(side: Side, distance: int) -> Point:
     """Return the points by which a name is moved from the end of its line."""
     across, up = side
     if across:
-        return 8 * across, distance
-    return distance, 11 * up
+        return GAP_BESIDE * across, distance
+    return distance, GAP_ABOVE * up

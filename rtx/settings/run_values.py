@@ -5,9 +5,9 @@ to import. Settings of earlier versions are translated.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -28,21 +28,25 @@ OLD_LOGGER_SETTINGS = {
 }
 """What replaces each value of logger.name, a key up to version 0.4."""
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""Reads every value as text."""
+"""Of the two whose values are all texts, the one in C, where PyYAML has it: it is faster."""
 
 
 def read_values(run: Path) -> dict[str, Any]:
     """Return the values in a run's config.yaml by dotted keys.
 
-    Raises what `values_of` raises, OSError, and UnicodeDecodeError for other bytes than UTF-8.
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+        UserError, yaml.YAMLError: see `values_of`.
     """
     return values_of(read_inside(run, RUN_CONFIG, LARGEST_CONFIG).decode())
 
 
 def values_of(content: str) -> dict[str, Any]:
-    """Return the values in the text of a config.yaml by dotted keys, in their types and ranges.
+    """Return the values in the text of a config.yaml by dotted keys, converted to their types.
 
-    String values are not checked: an extension that is not loaded may have registered the name.
+    Ranges of numbers are checked. Texts are not checked against the known choices, because an
+    extension that is not loaded may have added one.
 
     Raises:
         UserError: the text has no values, or it has aliases, lists, repeated keys, or keys more
@@ -53,8 +57,10 @@ def values_of(content: str) -> dict[str, Any]:
     if not texts:
         raise UserError("is not the configuration of a run")
     values: dict[str, Any] = {}
-    if texts.get("logger.name") in OLD_LOGGER_SETTINGS:
-        values |= OLD_LOGGER_SETTINGS[texts.pop("logger.name")]
+    old_logger = texts.get("logger.name")
+    if old_logger in OLD_LOGGER_SETTINGS:
+        values |= OLD_LOGGER_SETTINGS[old_logger]
+        del texts["logger.name"]
     for key, text in texts.items():
         values[key] = recorded_value(key, text)
     return values
@@ -64,12 +70,14 @@ def values_of(content: str) -> dict[str, Any]:
 def recorded_value(key: str, text: str) -> Any:
     """Return the value of a key from its text.
 
-    It is cached, because the runs of a sweep have the same few texts of each key.
+    It is cached, because the runs of a sweep repeat most values.
     """
     field = all_fields().get(key)
-    if field is not None and field.optional and text == "null":
+    if field is None:
+        return text
+    if field.optional and text == "null":
         return None
-    if field is None or field.kind is str:
+    if field.kind is str:
         return text
     return field.read(text)
 
@@ -77,19 +85,20 @@ def recorded_value(key: str, text: str) -> Any:
 def texts_of(content: str) -> dict[str, str]:
     """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    No document is built from the YAML events, because nested aliases could make it endless.
+    No document is built from the YAML events: nested aliases could expand without bound.
     """
     section_and_key: list[str] = []
     depth = 0
     texts: dict[str, str] = {}
     for event in events_of(content, LOADER):
+        # In a mapping, the name of a section or of a key comes next if there is none yet.
         expects_name = len(section_and_key) < depth
         if expects_name and isinstance(event, yaml.ScalarEvent):
             section_and_key.append(event.value)
             continue
         key = ".".join(section_and_key)
         match event:
-            case yaml.ScalarEvent(value=text) if depth and key not in texts:
+            case yaml.ScalarEvent(value=text) if depth > 0 and key not in texts:
                 texts[key] = text
                 section_and_key.pop()
             case yaml.MappingStartEvent() if not expects_name and depth < 2:
@@ -109,4 +118,6 @@ def texts_of(content: str) -> dict[str, str]:
 def events_of(text: str, loader: Any) -> Iterator[yaml.Event]:
     """Return the events of a text in YAML."""
     # PyYAML's stubs leave `parse` without types.
-    return cast(Iterator[yaml.Event], yaml.parse(text, Loader=loader))  # pyright: ignore[reportUnknownMemberType]
+    parse: Callable[..., Iterator[yaml.Event]]
+    parse = yaml.parse  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return parse(text, Loader=loader)

@@ -31,7 +31,7 @@ from rtx.sharded import sharded_as, whole
 from rtx.training.hardware import Hardware
 
 PATIENCE_SECONDS = 10.0
-"""Seconds in which the main thread may itself notice that another process has ended."""
+"""Seconds that the main thread gets to report the end of another process by its own error."""
 LOST_SIGNS = (
     "gloo",
     "Connection closed by peer",
@@ -53,10 +53,10 @@ class Ranks:
         self.world = world
         self.group: Any = None
         self.connected = False
-        """Whether all processes have begun: from then on the first one reports errors."""
+        """Whether all processes have started; from then on rank 0 alone reports errors."""
 
     def connect(self) -> None:
-        """Make the gloo group once the process group exists; all ranks must call this."""
+        """Make a gloo group beside the process group, unless that is gloo; all ranks call this."""
         if self.world > 1 and not self.connected and dist.get_backend() != "gloo":
             self.group = dist.new_group(backend="gloo")
         self.connected = True
@@ -86,7 +86,7 @@ class Ranks:
 
 
 def lost_process(error: Exception) -> str:
-    """Return which process of the run has ended, if an error means that, else ""."""
+    """Return a message if an error means that another process has ended, else ""."""
     message = str(error)
     if "DataLoader worker" in message:
         return f"a loader process is gone: {message.splitlines()[0]}"
@@ -97,7 +97,7 @@ def lost_process(error: Exception) -> str:
 
 
 class StartedRanks(LightningEnvironment):
-    """The environment of processes that `start_ranks` has started: Lightning starts none.
+    """Tells Lightning that `start_ranks` starts the processes, so that it starts none.
 
     Variables of other launchers are not read.
     """
@@ -125,7 +125,7 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 def start_ranks(
     hardware: Hardware, folder: Path, lost: Callable[[str], object]
 ) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes on this machine, unless a launcher does, and watch them.
+    """Start the ranks from 1 on, on this machine, and watch them; none under torchrun or srun.
 
     They get the command line of this process. Lightning's own launcher would send this process
     SIGKILL when another one ends: then it could write neither status nor message.
@@ -146,10 +146,10 @@ def start_ranks(
 
 
 def watch_ranks(ranks: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
-    """Call `lost` when a process has failed, after `PATIENCE_SECONDS`."""
+    """Call `lost` `PATIENCE_SECONDS` after a process has failed; return if none does."""
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [process for process in ranks if process.returncode]
+        failed = [process for process, code in zip(ranks, codes, strict=True) if code]
         if failed:
             break
         if all(code == 0 for code in codes):
@@ -183,9 +183,9 @@ def shard(model: nn.Module, mesh: Any) -> None:
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    # The loss reads the output matrix after `forward`.
+    # These weights stay gathered: the loss reads the output matrix after `forward`.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # gloo has sums, but no means.
+    # The backend on a CPU, gloo, has no mean: gradients are summed, and then divided.
     if mesh.device_type == "cpu":
         for module in (*blocks, model):
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
@@ -210,16 +210,17 @@ class Sharded(ModelParallelStrategy):
         return {**state, "state": moments}
 
     def gathered(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Gather tensors one by one; the first process alone gets them, in CPU memory."""
-        gathered = {}
+        """Gather tensors one by one; rank 0 alone gets them, in CPU memory. All ranks call this."""
+        on_cpu = {}
         for name, value in values.items():
             tensor = whole(value)
             if self.is_global_zero:
-                gathered[name] = value if tensor is value else tensor.cpu()
-        return gathered
+                # A value that is not sharded stays where it is.
+                on_cpu[name] = value if tensor is value else tensor.cpu()
+        return on_cpu
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give each process its part of the tensors, which all have read."""
+        """Load this process's shard of each tensor; every process has read the whole checkpoint."""
         assert self.lightning_module is not None
         tensors = dict(checkpoint["state_dict"])
         for name, like in self.lightning_module.state_dict().items():
@@ -228,13 +229,14 @@ class Sharded(ModelParallelStrategy):
         self.lightning_module.load_state_dict(tensors, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each process its part of the optimizer's state, which all have read."""
+        """Load this process's shards of the optimizer's state, as `load_model_state_dict` does."""
         (optimizer,) = self.optimizers
         (state,) = checkpoint["optimizer_states"]
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, values in state["state"].items():
             like = weights[number]
             for name, value in values.items():
+                # Moments have the shape of their weight, and are sharded alike; counts are not.
                 if value.shape == like.shape:
                     values[name] = sharded_as(value, like)
         optimizer.load_state_dict(state)

@@ -7,6 +7,9 @@ The start token pads, and is the prefix of a text whose first token is scored; i
 text. No text contains it: the characters of its name are encoded as any others.
 """
 
+# transformers declares attributes of the class below as those of an instance.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import json
@@ -35,16 +38,13 @@ class RtxTokenizer(PreTrainedTokenizer):
         others: those of `PreTrainedTokenizer`.
     """
 
-    # Of the class, as in the tokenizers of transformers.
-    vocab_files_names: ClassVar[dict[str, str]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Attributes of the class, as in the tokenizers of transformers.
+    vocab_files_names: ClassVar[dict[str, str]] = {
         "record_file": TOKENIZER_RECORD,
         "subwords_file": SentencepieceTokenizer.file,
         "words_file": WordTokenizer.file,
     }
-    model_input_names: ClassVar[list[str]] = [  # pyright: ignore[reportIncompatibleVariableOverride]
-        "input_ids",
-        "attention_mask",
-    ]
+    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
 
     def __init__(
         self,

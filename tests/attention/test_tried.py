@@ -1,4 +1,4 @@
-"""The selections of docs/results/tried.py: figures of the results are of what they claim to be."""
+"""The selections of docs/results/tried.py compute what their docstrings say."""
 
 import importlib.util
 from pathlib import Path
