@@ -26,8 +26,8 @@ COMPILE := $(VENV)/bin/uv pip compile --quiet --config-file $(REQUIREMENTS)/uv.t
   --no-emit-package torch --constraint $(REQUIREMENTS)/torch.txt --no-emit-index-url \
   --custom-compile-command "make lock" $(UPGRADE)
 
-.PHONY: help train test exhaustive lint types quick package coverage presets fuzz attacks faults docs format \
-  lock clean
+.PHONY: help train test pytest exhaustive lint types quick package coverage presets fuzz attacks faults docs \
+  format lock clean
 .DELETE_ON_ERROR:
 
 help: ## print this list
@@ -37,7 +37,11 @@ help: ## print this list
 train: $(VENV)/.installed ## set up, then train on the embedded default (4 to 11 minutes)
 	@$(VENV)/bin/rtx train
 
-test: lint types ## all checks and tests that a change must pass
+# Types are checked beside the tests: each of the two alone leaves a core idle for a while.
+test: lint ## all checks and tests that a change must pass
+	@$(MAKE) --no-print-directory --jobs=2 types pytest
+
+pytest: $(VENV)/.installed-dev ## the tests of `make test` alone
 	$(PYTEST) -m "not exhaustive"
 
 exhaustive: $(VENV)/.installed-dev ## the tests that `make test` leaves out: tests/exhaustive.txt

@@ -49,8 +49,8 @@ def values_of(content: str) -> dict[str, Any]:
     extension that is not loaded may have added one.
 
     Raises:
-        UserError: the text has no values, or it has aliases, lists, repeated keys, or keys more
-            than two levels deep.
+        UserError: the text has no values, or it has aliases, lists, repeated keys or sections, or
+            keys more than two levels deep.
         yaml.YAMLError: the text is no YAML.
     """
     texts = texts_of(content)
@@ -90,6 +90,7 @@ def texts_of(content: str) -> dict[str, str]:
     section_and_key: list[str] = []
     depth = 0
     texts: dict[str, str] = {}
+    seen: set[str] = set()
     for event in events_of(content, LOADER):
         # In a mapping, the name of a section or of a key comes next if there is none yet.
         expects_name = len(section_and_key) < depth
@@ -97,8 +98,12 @@ def texts_of(content: str) -> dict[str, str]:
             section_and_key.append(event.value)
             continue
         key = ".".join(section_and_key)
+        if isinstance(event, yaml.NodeEvent) and not expects_name:
+            if key in seen:
+                raise UserError(f"{key or 'the configuration'} occurs twice")
+            seen.add(key)
         match event:
-            case yaml.ScalarEvent(value=text) if depth > 0 and key not in texts:
+            case yaml.ScalarEvent(value=text) if depth > 0:
                 texts[key] = text
                 section_and_key.pop()
             case yaml.MappingStartEvent() if not expects_name and depth < 2:
@@ -108,8 +113,8 @@ def texts_of(content: str) -> dict[str, str]:
                 # The end of a section; the document has no name to remove.
                 del section_and_key[-1:]
             case yaml.NodeEvent():
-                # A list, an alias, a third level, a repeated key, or a value without a key.
-                raise UserError(f"{key or 'it'} must be one value, or keys with one each, once")
+                name = key or "the configuration"
+                raise UserError(f"{name} must be a value or a section: no list, alias or third level")
             case _:
                 pass
     return texts
