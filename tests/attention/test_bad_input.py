@@ -1,5 +1,6 @@
 """Bad input gets a ValueError that names the argument, what was given, and what is allowed."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -82,8 +83,16 @@ GIVEN: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("argument", "give", "said"), GIVEN)
+def some_of_each() -> list[Any]:
+    """Return each kind with every third fault, and so each fault with every third kind."""
+    return [
+        pytest.param(kind, *fault, id=f"{kind}-{fault[2]}")
+        for (row, kind), (column, fault) in itertools.product(enumerate(KINDS), enumerate(GIVEN))
+        if (row + column) % 3 == 0
+    ]
+
+
+@pytest.mark.parametrize(("kind", "argument", "give", "said"), some_of_each())
 def test_tensors_that_do_not_go_together(kind: str, argument: str, give: Any, said: str) -> None:
     (pattern, here), more = drawn(kind, CASE), {}
     if argument in ("real_BN", "memory"):

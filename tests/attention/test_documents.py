@@ -1,5 +1,6 @@
 """Documents packed into one sequence get what they would get as sequences by themselves."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from rtx.attention import Documents, Local, oracle
-from tests.helpers.cases import CASES, KINDS, Case, drawn, gradients, make, run, tensors
+from tests.helpers.cases import CASES, KINDS, MIXED, Case, drawn, gradients, make, run, tensors
 
 few = settings(
     max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -37,10 +38,8 @@ def apart(function: Any, here: dict[str, Any], documents: Documents, **more: Any
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(case=CASES)
-@few
-def test_documents_get_what_they_would_get_apart(kind: str, case: Case) -> None:
+def check_apart(kind: str, case: Case) -> None:
+    """Compare documents with what they get apart, and with the oracle."""
     pattern = make(kind, case)
     here = tensors(pattern, case)
     documents = packed(case)
@@ -51,6 +50,19 @@ def test_documents_get_what_they_would_get_apart(kind: str, case: Case) -> None:
         close(gradients(pattern, here, ours), gradients(pattern, here, theirs))
     its = run(partial(oracle.attend_by_rule, pattern), here, documents=documents)
     close(run(pattern, here, documents=documents), its)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_get_what_they_would_get_apart(kind: str) -> None:
+    for case in (MIXED[0], replace(MIXED[1], N=13)):
+        check_apart(kind, case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=CASES)
+@few
+def test_documents_of_any_options_get_what_they_would_get_apart(kind: str, case: Case) -> None:
+    check_apart(kind, case)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,39 +1,46 @@
 """Query heads that share keys and values: by the oracle, by copies of the keys, and in streams."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 from rtx import attention
 from rtx.attention import Pattern, oracle
 from rtx.attention.documents import Documents
 from rtx.attention.positional import RowCache
-from tests.helpers.cases import CASES, CLUSTERED, KINDS, Case, check, gradients, make, run, tensors
+from tests.helpers.cases import (
+    CASES,
+    CLUSTERED,
+    KINDS,
+    MIXED,
+    Case,
+    check,
+    gradients,
+    make,
+    run,
+    tensors,
+)
 
 CHOSEN = ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
 quick = settings(max_examples=6, deadline=None)
 BY_CONTENT = (*CLUSTERED, *CHOSEN, "probed", "probed-best")
+FEW = (replace(MIXED[0], N=11), replace(MIXED[1], H=2, N=13), Case(N=3, C=5, W=40))
 
 
 def grouped(kind: str, case: Case, queries: int, together: bool) -> tuple[Pattern, Case]:
     """Return a pattern of `case.H` key-value heads, and the case of the heads that choose."""
     if not together:
-        case = dataclasses.replace(case, H=case.H * queries)
+        case = replace(case, H=case.H * queries)
     pattern = make(kind, case)
     pattern.group_queries(queries, together=together)
     return pattern, case
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(case=CASES)
-@example(case=Case(H=2, N=3, C=5, W=40))
-@quick
-def test_heads_that_choose_by_themselves_are_those_of_the_oracle_and_of_copied_keys(
-    kind: str, case: Case
-) -> None:
+def check_copied_keys(kind: str, case: Case) -> None:
+    """Compare heads that choose by themselves with the oracle, and with copies of their keys."""
     pattern, case = grouped(kind, case, queries=2, together=False)
     check(pattern, case)
     here = tensors(pattern, case)
@@ -50,13 +57,32 @@ def test_heads_that_choose_by_themselves_are_those_of_the_oracle_and_of_copied_k
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_choose_by_themselves_are_those_of_the_oracle_and_of_copied_keys(
+    kind: str,
+) -> None:
+    for case in FEW:
+        check_copied_keys(kind, case)
+
+
+@pytest.mark.parametrize("kind", BY_CONTENT)
+def test_heads_that_choose_together_are_those_of_the_oracle(kind: str) -> None:
+    for case in FEW:
+        check(*grouped(kind, case, queries=3, together=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=CASES)
+@quick
+def test_heads_of_any_options_that_choose_by_themselves(kind: str, case: Case) -> None:
+    check_copied_keys(kind, case)
+
+
 @pytest.mark.parametrize("kind", BY_CONTENT)
 @given(case=CASES)
-@example(case=Case(H=2, N=3, C=5, W=40))
 @quick
-def test_heads_that_choose_together_are_those_of_the_oracle(kind: str, case: Case) -> None:
-    pattern, case = grouped(kind, case, queries=3, together=True)
-    check(pattern, case)
+def test_heads_of_any_options_that_choose_together(kind: str, case: Case) -> None:
+    check(*grouped(kind, case, queries=3, together=True))
 
 
 @pytest.mark.parametrize("kind", ["causal-separate", "exact", "topk-shared", "probed"])

@@ -27,9 +27,9 @@ CHOOSING = tuple(kind for kind in KINDS if kind in (*BY_CONTENT, *CLUSTERED))
 DTYPES = {torch.float32: 1e-4, torch.float64: 1e-10}
 CASES = [
     Case(B=2, H=2, N=20, D=64, C=4, W=4, seed=1),
-    Case(B=1, H=3, N=47, D=16, C=3, W=7, seed=2, attend_self=False),
-    Case(B=3, H=1, N=64, D=64, C=5, W=12, seed=3),
-    Case(B=2, H=2, N=37, D=6, C=2, W=5, seed=4, merge="lse"),
+    Case(B=1, H=3, N=35, D=16, C=3, W=7, seed=2, attend_self=False),
+    Case(B=3, H=1, N=40, D=64, C=5, W=12, seed=3),
+    Case(B=2, H=2, N=29, D=6, C=2, W=5, seed=4, merge="lse"),
 ]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
@@ -73,13 +73,14 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
     """
     close: Callable[..., None] = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     N = here["v"].shape[2]
-    for prefix in (False, True):
-        close(
-            run(pattern, here, streaming=prefix),
-            run(partial(oracle.attend_by_rule, pattern), here, streaming=prefix),
-        )
     whole = run(pattern, here, streaming=True)
-    for prompt in (0, 1, N // 2, N):
+    close(whole, run(partial(oracle.attend_by_rule, pattern), here, streaming=True))
+    parallel = run(pattern, here)
+    if pattern.strictly_causal:
+        close(parallel, whole)
+    else:
+        close(parallel, run(partial(oracle.attend_by_rule, pattern), here))
+    for prompt in (0, N // 2):
         close(stream(pattern, here, prompt), whole)
     for b in range(len(whole)):
         close(run(pattern, cut(here, slice(b, b + 1)), streaming=True), whole[b : b + 1])
@@ -97,9 +98,9 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
 def test_vectors_that_return_are_read_alike_by_pass_stream_batch_and_oracle(
     kind: str, dtype: torch.dtype
 ) -> None:
-    for case in CASES:
-        for shift in (False, True):
-            check_reads(*repeated(kind, case, dtype, shift), DTYPES[dtype])
+    for number, case in enumerate(CASES):
+        shift = number % 2 == 1
+        check_reads(*repeated(kind, case, dtype, shift), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

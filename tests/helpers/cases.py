@@ -86,6 +86,20 @@ CASES = st.builds(
 )
 
 
+MIXED = (
+    Case(N=19, rotary=True, scaled=True, rounds=1, seed=6),
+    Case(B=1, H=3, N=23, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=13),
+    Case(H=1, N=14, D=2, C=5, W=4, distances=40, rotary=True, merge="lse", rounds=3, seed=11),
+)
+"""Cases in which every option has each of its values once, of windows that end within N."""
+EDGES = (
+    Case(H=1, N=1),
+    Case(N=3, C=5, W=40, distances=2),
+    Case(N=9, W=1, attend_self=False),
+)
+"""One position; a window longer than the sequence, and more clusters; a window of one."""
+
+
 class Dilated(PositionPattern):
     """Local attention with gaps that widen from head to head; pairs of positions define it."""
 

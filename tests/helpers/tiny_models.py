@@ -135,6 +135,24 @@ STREAMED: list[Kind] = [
 ]
 
 
+def some_of(kinds: list[Kind]) -> list[Kind]:
+    """Return kinds in which each option has each of its values: those that have a value that none
+    before them has.
+    """
+    some = []
+    before = set()
+    for kind in kinds:
+        values = set(kind.items())
+        if values - before:
+            some.append(kind)
+        before |= values
+    return some
+
+
+def others_than(some: list[Kind], kinds: list[Kind]) -> list[Kind]:
+    return [kind for kind in kinds if kind not in some]
+
+
 def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         "kind", kinds, ids=lambda kind: "-".join(map(str, kind.values()))
