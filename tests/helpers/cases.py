@@ -88,10 +88,11 @@ CASES = st.builds(
 
 MIXED = (
     Case(N=19, rotary=True, scaled=True, rounds=1, seed=6),
-    Case(B=1, H=3, N=23, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=13),
-    Case(H=1, N=14, D=2, C=5, W=4, distances=40, rotary=True, merge="lse", rounds=3, seed=11),
+    Case(B=1, H=3, N=23, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=9),
+    Case(H=1, N=14, D=2, C=5, W=4, distances=40, rotary=True, merge="lse", rounds=3, seed=15),
 )
-"""Cases in which every option has each of its values once, of windows that end within N."""
+"""Cases in which every option has each of its values, with windows that end within N, and streams
+behind prompts of 6, 9 and 0 positions."""
 EDGES = (
     Case(H=1, N=1),
     Case(N=3, C=5, W=40, distances=2),
@@ -298,7 +299,6 @@ def check(pattern: Pattern, case: Case) -> None:
             its = gradients(pattern, here, theirs)
             torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
     with torch.no_grad():
-        for prompt in {0, case.seed % (case.N + 1), case.N}:
-            torch.testing.assert_close(
-                stream(pattern, here, prompt), found[True], rtol=1e-9, atol=1e-9
-            )
+        prompt = case.seed % (case.N + 1)
+        streamed = stream(pattern, here, prompt)
+        torch.testing.assert_close(streamed, found[True], rtol=1e-9, atol=1e-9)
