@@ -31,7 +31,7 @@ from tests.helpers.tiny_models import (
 )
 
 
-@each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)
+@each_kind(some_of([*COMMON, *OTHERS]))
 def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: Kind) -> None:
     model = tiny_model(**kind, embedding=6).train()
     found = gradients(model, tokens())
@@ -109,7 +109,7 @@ def test_dropout_is_for_training(kind: str) -> None:
 )
 def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        blocks, "MAX_SCORES_CPU", 150
+        blocks, "MAX_SCORES_CPU", 400
     )  # attention, too, computes in pieces, and again
     found: list[dict[str, Tensor]] = []
     options: Kind = {"dropout": 0.2, "attention_dropout": 0.2, "ffn_dropout": 0.2}
@@ -203,7 +203,13 @@ def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> Non
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
-@each_kind([{}, {"selection": "topk"}, *(kind for kind in OTHERS if kind["selection"] != "random")])
+@each_kind(
+    [
+        {},
+        {"selection": "topk"},
+        *(kind for kind in some_of(OTHERS) if kind["selection"] != "random"),
+    ]
+)
 def test_the_state_has_all_that_lasts(kind: Kind) -> None:
     model = tiny_model(seed=0, **kind)
     other = tiny_model(seed=1, **kind)
