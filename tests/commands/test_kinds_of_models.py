@@ -19,7 +19,7 @@ XL = (
     "model.tie_embeddings=true",
 )
 KINDS = {
-    "causal": ("routing=causal",),
+    "causal": ("routing=causal", "model.attention_dropout=0.1"),
     "nearest": (),
     "recurrent": (*XL, "model.memory=40", "trainer.log_every=1"),
     "compressive": (*XL, "model.memory=32", "model.compressed=24", "model.compression_rate=4"),
