@@ -16,7 +16,7 @@ from tests.helpers.small_runs import Workshop
 
 @pytest.fixture(scope="module")
 def topk(workshop: Workshop) -> Path:
-    return workshop.train("topk", "routing=topk", "routing.window=5")
+    return workshop.train("topk", "routing=topk", "routing.window=5", "trainer.steps=2")
 
 
 def analyzed(
@@ -159,8 +159,8 @@ def check_shares(rows: list[dict[str, Any]]) -> None:
 
 
 def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop) -> None:
-    run = workshop.train("full", "model.base=full", "routing.heads=0")
-    options = ("keys=4", "steps=3", "split=train", "windows=5")
+    run = workshop.train("full", "model.base=full", "routing.heads=0", "trainer.steps=1")
+    options = ("keys=4", "steps=2", "split=train", "windows=3")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
     check_shares(result["rows"])
     rows = {row["selection"]: row for row in result["rows"]}
@@ -171,12 +171,12 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Wor
     row = rows["blocks"]
     assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
     assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed
-    assert "over 5 windows" in printed
+    assert "over 3 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
     again, _, _ = analyzed(workshop, "coverage", run, *options)
     assert again["rows"] == result["rows"]
-    every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0")
+    every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0", "windows=2")
     for row in every["rows"]:
         assert row["share"] == pytest.approx(1)
         assert row["keys"] == 16.5
@@ -208,7 +208,7 @@ def check_no_future(audit: dict[str, Any]) -> None:
 def test_random_membership_is_the_control(workshop: Workshop) -> None:
     # Neither is the backend of the audit, which is in float64.
     backend = "native" if native.library() else "torch"
-    exactly = ("hardware.precision=fp32", "model.attention_dropout=0")
+    exactly = ("hardware.precision=fp32", "trainer.steps=2")
     run = workshop.train("random", "routing=random", f"hardware.attention={backend}", *exactly)
     result, printed = audited(workshop, run)
     for mode in ("teacher-forced", "streaming"):

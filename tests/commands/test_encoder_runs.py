@@ -18,7 +18,7 @@ MASKED = (
 @pytest.fixture(scope="module")
 def encoder_run(workshop: Workshop) -> Path:
     run = workshop.folder / "encoder"
-    printed = workshop.command("train", *MASKED, "routing=topk", run=run)
+    printed = workshop.command("train", *MASKED, "routing=topk", "trainer.steps=2", run=run)
     assert "of the answers right (chance 25.00%)" in printed
     return run
 

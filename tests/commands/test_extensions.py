@@ -34,6 +34,12 @@ ARGUMENTS = "is called with heads, config and layer"
 CALLED = "register a function that makes it: lambda heads, config, layer: Far(...)"
 
 
+NOTHING_RUNS = """
+import subprocess
+from rtx.sweeps.launcher import Launcher
+Launcher.begin = lambda launcher, cell, place: subprocess.Popen(["true"])
+"""
+"""A sweep whose cells end as soon as they have begun."""
 ATTRIBUTES = ("update", "keys", "half", "training")
 
 
@@ -62,7 +68,7 @@ class Place(Workshop):
         folder = self.folder / run
         (log := self.folder / f"{folder.name}.log").unlink(missing_ok=True)
         variables = {"COLUMNS": "200"}
-        inside = f"import os; os.chdir({str(self.folder)!r}); {inside}"
+        inside = f"import os; os.chdir({str(self.folder)!r})\n{inside}"
         variables |= {} if words[0] == "train" else {"RTX_RUN": ""}
         assert self.fork(folder, *words, inside=inside, **variables).wait() == code, log.read_text()
         assert "Traceback" not in log.read_text()
@@ -173,13 +179,16 @@ def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None
         "name=grid",
         "trainer.steps=1",
     ]
-    for cells in (1, 2):
-        before, _, after = place.asked("train", *words, run="sweep").partition("cell 1 of 1")
-        assert "not" not in before and "done" in after
-        records = [*(place.folder / "out/grid").glob("*/config.yaml")]
-        assert len(records) == cells and all("name: mine" in path.read_text() for path in records)
-        with open(place.folder / "kept_dilated.py", "a") as file:  # other code makes other cells
-            file.write("# changed\n")
+    before, _, after = place.asked("train", *words, run="sweep").partition("cell 1 of 1")
+    assert "not" not in before and "done" in after
+    (record,) = (place.folder / "out/grid").glob("*/config.yaml")
+    assert "name: mine" in record.read_text()
+    assert ": done before\n" in place.asked("train", *words, run="sweep")
+    with open(place.folder / "kept_dilated.py", "a") as file:  # other code makes other cells
+        file.write("# changed\n")
+    said = place.asked("train", *words, run="sweep", inside=NOTHING_RUNS, code=1)
+    assert ": begins\n" in said
+    assert len([*(place.folder / "out/grid").glob("*/output.log")]) == 2
 
 
 def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:

@@ -41,6 +41,7 @@ COMMANDS = block_commands()
 def folder(workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: it has texts, the records of docs/ and a trained run."""
     monkeypatch.chdir(workshop.folder)
+    monkeypatch.setattr("rtx.commands.sample.TEXT_LENGTH", 40)
     books = workshop.folder / "books"
     books.mkdir(exist_ok=True)
     for name in ("book.txt", "other.txt"):

@@ -189,10 +189,7 @@ def test_a_mistake_of_the_words_is_an_exception(
     workshop: Workshop, named: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
-        (
-            ("data.length=4000", "model.window=8", *TWO),
-            "expected at least one sequence of data.length=4000",
-        ),
+        (("data.path=nowhere.txt", *TWO), "nowhere.txt"),
         (("experiment=cifar10_baselines",), "experiment=cifar10_baselines is a sweep"),
         (("hardware=ddp", "hardware.devices=3"), "trainer.batch_size=4"),
     ):

@@ -98,14 +98,14 @@ def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
         "model.ffn_dropout=0",
         "optimizer.schedule=constant",
     ]
-    whole = workshop.train("whole", *KINDS["recurrent"], *still)
-    parts = workshop.train("parts", *KINDS["recurrent"], *still, "trainer.steps=7")
-    workshop.command("resume", str(parts), "trainer.steps=12", "trainer.micro_batch_size=1")
+    whole = workshop.train("whole", *KINDS["recurrent"], *still, "trainer.steps=5")
+    parts = workshop.train("parts", *KINDS["recurrent"], *still, "trainer.steps=3")
+    workshop.command("resume", str(parts), "trainer.steps=5", "trainer.micro_batch_size=1")
     bits = [
         [row["train/bits"] for row in read_metrics(run / "metrics.jsonl") if "train/bits" in row]
         for run in (whole, parts)
     ]
-    assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
+    assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 5
 
 
 def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[str, Path]) -> None:

@@ -31,7 +31,7 @@ ANSWERS = 9 * 2
 @pytest.fixture(scope="module")
 def needles_run(workshop: Workshop) -> Path:
     run = workshop.folder / "needles"
-    printed = workshop.command("train", *NEEDLES, run=run)
+    printed = workshop.command("train", *NEEDLES, "trainer.steps=2", run=run)
     assert "accuracy by depth: 0%: " in printed
     return run
 
@@ -118,7 +118,9 @@ def test_a_killed_run_of_a_task_resumes_to_the_same_bits(workshop: Workshop, tas
 def test_a_text_is_scored_once_at_every_length(
     workshop: Workshop, positions: str, heads: tuple[str, ...]
 ) -> None:
-    run = workshop.train(f"text_{positions}", f"model.positions={positions}", *heads)
+    run = workshop.train(
+        f"text_{positions}", f"model.positions={positions}", *heads, "trainer.steps=2"
+    )
     workshop.command("eval", str(run), "length=16,64")
     records = records_of(run)
     assert records[16].units == records[64].units == records[64].split_units
@@ -126,12 +128,13 @@ def test_a_text_is_scored_once_at_every_length(
 
 
 def test_what_does_not_extend_is_refused_in_a_line(workshop: Workshop) -> None:
-    learned = workshop.train("learned", "model.positions=learned", "routing=none")
+    untrained = ("routing=none", "trainer.steps=1")
+    learned = workshop.train("learned", "model.positions=learned", *untrained)
     reason = "model.positions=learned has a vector for each of the 32 positions of training"
     printed = workshop.command("eval", str(learned), "length=64,128", code=2)
     assert f"length=64: {reason}" in printed
     assert printed.count("\n") <= 2
-    run = workshop.train("short", "routing=none")
+    run = workshop.train("short", *untrained)
     for words, message in (
         (("length=4",), "model.window=8 must be at most length=4"),
         (("length=1000",), "length=1000 must be at most"),

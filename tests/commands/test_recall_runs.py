@@ -135,6 +135,7 @@ def words_of(task: str) -> list[str]:
     """Return the overrides of a small run on a task whose answers may be at any place."""
     words = [word for word in RECALL if word not in ("data=recall", "data.length=32")]
     words += [f"data={task}", "data.length=64", "data.distance=20", "data.pairs=4"]
+    words.append("trainer.steps=2")
     if task != "induction":
         words.append("data.gaps=power")
     return words

@@ -27,6 +27,11 @@ own.
 """
 
 
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    return workshop.train("run", "trainer.steps=1")
+
+
 def test_a_stopped_command_says_so_in_a_line(workshop: Workshop, run: Path) -> None:
     for number, code, word, place in (
         (signal.SIGINT, 130, "eval", "open_run"),
