@@ -93,7 +93,9 @@ def check_table(printed: str, names: tuple[str, ...]) -> None:
     assert not [name for name in UNNAMED if name in "\n".join(lines)]
 
 
-def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> None:
+def test_patterns_are_a_table_and_one_picture(
+    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result, printed, path = analyzed(workshop, "patterns", run, "layer=0")
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size == (1200, 600)
@@ -106,6 +108,8 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     result, _, top = analyzed(workshop, "patterns", run)
     kinds = [(row["layer"], row["head"], row["pattern"]) for row in result["heads"]]
     assert kinds == [(1, 0, "local"), (1, 1, "routing")]
+    # A picture takes a second.
+    monkeypatch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")
     again, other = (
         analyzed(workshop, "patterns", run, option)[2] for option in ("layer=0", "seed=5")
     )
@@ -158,7 +162,9 @@ def check_shares(rows: list[dict[str, Any]]) -> None:
             assert 0 <= point["share"] <= 1
 
 
-def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop) -> None:
+def test_coverage_of_full_heads_by_every_selection_but_the_indexer(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = workshop.train("full", "model.base=full", "routing.heads=0", "trainer.steps=1")
     options = ("keys=4", "steps=2", "split=train", "windows=3")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
@@ -174,6 +180,8 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Wor
     assert "over 3 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
+    # A picture takes a second.
+    monkeypatch.setattr("rtx.commands.analyses.coverage.draw_curves", lambda rows: b"")
     again, _, _ = analyzed(workshop, "coverage", run, *options)
     assert again["rows"] == result["rows"]
     every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0", "windows=2")

@@ -75,7 +75,11 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_command_takes_it(workshop: Workshop, runs: dict[str, Path], kind: str) -> None:
+def test_every_command_takes_it(
+    workshop: Workshop, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # test_analyze.py draws pictures.
+    monkeypatch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")
     run, said = runs[kind], MEMORY.get(kind, "")
     assert workshop.command("sample", str(run), "length=50", "prompt=abc")
     workshop.command("export", str(run))

@@ -60,12 +60,15 @@ test_kinds_of_models.py have it.
 """
 
 SERVER = """
-import importlib, json, os, signal, sys
+import gc, importlib, json, os, signal, sys
+gc.disable()
 import rtx.commands.train, rtx.commands.resume
 from rtx.cli.main import main
 for name in sys.argv[1:]:
     importlib.import_module(name)
 rtx.commands.train.SAMPLE_LENGTH = 8
+gc.enable()
+gc.freeze()  # processes would copy the memory of all these objects as they search it for garbage
 for line in sys.stdin:
     ask = json.loads(line)
     if "wait" in ask:
