@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -108,7 +109,16 @@ def test_a_part_in_which_nobody_reads_is_planned() -> None:
     )
 
 
-@pytest.mark.parametrize("overrides", CASES)
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_imports_aside() -> Iterator[None]:
+    """Keep what imports have made out of garbage collections, which would take most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
 def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     low, high = (0.7, 1.4) if overrides in ROUGHLY else (0.93, 1.07)
     # oneDNN's products keep the same, but torch's tracker knows no tensors in its layout.
@@ -296,7 +306,11 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         [f"data={DATA.get(preset) or preset.rpartition('-')[2]}", f"model={preset}", "hardware=gpu"]
     )
     known = vocabulary_size(config.data)
-    choices = [micro_batch.choose_micro_batch(config, known, size * GIB) for size in (16, 24, 80)]
+    total = cost(config, known)
+    choices = [
+        micro_batch.choose_micro_batch(config, known, size * GIB, total=total)
+        for size in (16, 24, 80)
+    ]
     for size, choice in zip((16, 24, 80), choices, strict=True):
         assert choice.fits and choice.peak <= micro_batch.FILLED * size * GIB
         assert config.trainer.batch_size % choice.micro_batch_size == 0
