@@ -45,12 +45,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(1, 2, 90, 16, 5, 12),
-    Case(2, 1, 70, 6, 34, 20, attend_self=True),
-    Case(1, 1, 64, 80, 70, 7),
+    Case(1, 2, 70, 16, 5, 12),
+    Case(2, 1, 40, 6, 34, 20, attend_self=True),
+    Case(1, 1, 33, 80, 70, 7),
     Case(1, 1, 50, 16, 1, 1),
     Case(1, 1, 5, 3, 2, 9, attend_self=True),
-    Case(1, 1, 70, 64, 36, 9, repeated=True),
+    Case(1, 1, 40, 64, 36, 9, repeated=True),
     Case(1, 2, 0, 16, 3, 4),
     Case(1, 0, 9, 16, 3, 4),
     Case(0, 2, 9, 16, 3, 4),
@@ -387,8 +387,10 @@ def sampling(sample: int) -> Any:
     return mock.patch.multiple(triton_selection, MIN_SAMPLED=0, SAMPLE=sample)
 
 
-@pytest.mark.parametrize("window", [1, 40, 99])
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*((name, 40) for name in SCORES), ("normal", 1), ("normal", 99), ("equal", 99)],
+)
 def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
     """Rows whose candidates are too few or too many are there, too."""
     score_XCN = scores(name, 100)[:, :2]
@@ -403,7 +405,7 @@ def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
     """The sample has the worst scores, the best or all kinds of a row that falls, rises or does
     neither.
     """
-    score_N = scores("normal", 300)[0, 0]
+    score_N = scores("normal", 100)[0, 0]
     score_XCN = torch.stack([score_N, score_N.sort().values, score_N.sort(descending=True).values])[
         None
     ]
@@ -515,9 +517,10 @@ def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
 
 @WAYS
 def test_a_graph_takes_all_of_it_without_a_break(way: ModuleType) -> None:
-    data = drawn(CASES[0])
+    case = Case(1, 1, 40, 16, 3, 12)
+    data = drawn(case)
     compiled = torch.compile(all_of, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(way, data, CASES[0]), all_of(way, data, CASES[0]))
+    torch.testing.assert_close(compiled(way, data, case), all_of(way, data, case))
 
 
 class Launches:
