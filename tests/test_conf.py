@@ -2,6 +2,7 @@
 and takes a step.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
 from rtx.settings.rules import resolve
-from rtx.settings.schema import CLUSTERED, GROUPS, Config, all_fields, with_values
+from rtx.settings.schema import CLUSTERED, GROUPS, Config, all_fields, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
@@ -102,7 +103,9 @@ SPARSE = {
 """Parameters as their paper counts them."""
 BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
-NEEDS_A_PATH = ("text", "images", "hub")
+NEEDS_A_PATH = {"data=text", "data=images", "data=hub"}
+INDEPENDENT = ("data", "hardware", "logger", "routing", "trainer")
+"""Groups of which any options may be chosen together."""
 HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
 """Both names that the folder of a cell may have, by the words of presets that runs were recorded
 with.
@@ -141,22 +144,38 @@ def keys_of(group: str, option: str) -> set[str]:
 @pytest.mark.parametrize(
     ("group", "option"), [(group, option) for group in GROUPS for option in options(group)]
 )
-def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(
-    group: str, option: str
-) -> None:
-    words = [f"{group}={option}"]
-    if option in NEEDS_A_PATH:
-        words.append("data.path=here")
-    if group == "heads" and "/" in option:
-        words.append(f"experiment={option.partition('/')[0]}")
-    config = compose(words)
-    assert resolve(config) == config
+def test_an_option_sets_keys_of_the_schema(group: str, option: str) -> None:
     assert keys_of(group, option) <= set(all_fields())
-    if group in NAMED_BY_FILE:
-        name = getattr(config, group).name
-        assert name == (
-            "auto" if option in LAUNCHED else option
-        )  # a job is to be the same cell wherever it runs
+
+
+def words_of_options() -> Iterator[str]:
+    """Yield words that choose each option at least once; groups that are independent side by side.
+
+    Models, experiments and optimizers are composed alone.
+    """
+    for group in ("model", "experiment", "optimizer"):
+        yield from (f"{group}={option}" for option in options(group))
+    for heads in options("heads"):
+        folder, _, name = heads.rpartition("/")
+        yield f"experiment={folder} heads={name}" if folder else f"heads={name}"
+    columns = [[f"{group}={option}" for option in options(group)] for group in INDEPENDENT]
+    for row in itertools.zip_longest(*columns):
+        yield " ".join(word for word in row if word)
+
+
+@pytest.mark.parametrize("words", list(words_of_options()))
+def test_options_compose_and_carry_their_own_names(words: str) -> None:
+    overrides = words.split()
+    if NEEDS_A_PATH.intersection(overrides):
+        overrides.append("data.path=here")
+    config = compose(overrides)
+    assert resolve(config) == config
+    for word in words.split():
+        group, _, option = word.partition("=")
+        if group in NAMED_BY_FILE:
+            # A job is the same cell wherever it runs.
+            name = "auto" if option in LAUNCHED else option
+            assert getattr(config, group).name == name
 
 
 def test_cells_that_were_recorded_are_found_by_their_presets() -> None:
@@ -181,31 +200,6 @@ def test_heads_are_those_of_the_experiment_or_of_any() -> None:
     assert compose(["experiment=mqar", "heads=null"]) == compose(["experiment=mqar"])
     with pytest.raises(UserError, match="heads=t64: with experiment=pg19 heads is one of full,"):
         compose(["experiment=pg19", "heads=t64"])
-
-
-@pytest.fixture
-def presets(tmp_path: Path) -> Iterator[Path]:
-    """A folder of the user's presets, as --config-dir adds it."""
-    CONFIG_DIRS.append(tmp_path)
-    forget()
-    yield tmp_path
-    CONFIG_DIRS.remove(tmp_path)
-    forget()
-
-
-def test_options_in_folders_are_composed_completed_and_listed(presets: Path) -> None:
-    for path, text in (
-        ("experiment/study/small", "defaults:\n  - smoke\n  - _self_\n\nname: small\n"),
-        ("heads/study/small/wide", "model:\n  hidden: 320\n"),
-    ):
-        file = presets / f"{path}.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"# @package _global_\n# Of the user.\n{text}")
-    forget()
-    config = compose(["experiment=study/small", "heads=wide"])
-    assert (config.name, config.trainer.steps, config.model.hidden) == ("small", 20, 320)
-    assert candidates("rtx train experiment=st") == ["study/small "]
-    assert "\n  study/small " in help.command_page("train", ["experiment"])
 
 
 def test_several_loggers_and_the_mode_of_wandb() -> None:
@@ -342,9 +336,11 @@ def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_
             "indexer": "all pairs",
         }
         assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
-    changed = routing_lines(compose([f"routing={routing}", "routing.logit_scale=unit"]))
+    changed = routing_lines(
+        compose(["model=tiny", f"routing={routing}", "routing.logit_scale=unit"])
+    )
     assert f"conf/routing/{routing}.yaml: routing.logit_scale=unit (there " in changed[-1]
-    none = routing_lines(compose([f"routing={routing}", "routing.heads=0"]))
+    none = routing_lines(compose(["model=tiny", f"routing={routing}", "routing.heads=0"]))
     assert none == ["no head routes (routing.heads=0 routing.layers=2)"]
 
 
@@ -437,22 +433,22 @@ def take_step(config: Config) -> None:
         assert not isinstance(module, Centroids | Indexer) or int(module.steps) == 1
 
 
-ROUTED = [[f"model={model}"] for model in MODELS if model not in BASELINES]
-ROUTED = [
-    [*words, f"routing={routing}"]
-    for words in ROUTED
-    for routing in ROUTINGS
-    if words != ["model=encoder"] or routing in CLUSTERED
-]
-OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [
-    [f"optimizer={name}"] for name in options("optimizer")
-]
+def selections_of(model: str) -> list[str]:
+    """Return the words that choose each selection that a model can have."""
+    names = [name for name in ROUTINGS if model != "encoder" or name in CLUSTERED]
+    return [f"model={model} routing={name}" for name in names]
 
 
-@pytest.mark.parametrize("words", [*ROUTED, *OTHERS], ids=" ".join)
-def test_presets_take_a_step(words: list[str]) -> None:
-    config = reduced(*words)
-    assert len(words) == 1 or words[1] == f"routing={config.routing.selection}"
+ROUTED = [words for model in MODELS if model not in BASELINES for words in selections_of(model)]
+PLAIN = [f"model={model}" for model in MODELS]
+OTHERS = [f"optimizer={name}" for name in options("optimizer")]
+
+
+@pytest.mark.parametrize("words", [*PLAIN, *ROUTED, *OTHERS])
+def test_presets_take_a_step(words: str) -> None:
+    config = reduced(*words.split())
+    _, _, routing = words.partition(" routing=")
+    assert routing in ("", config.routing.selection)
     take_step(config)
 
 
@@ -466,5 +462,34 @@ def test_every_cell_of_every_experiment(experiment: str) -> None:
     sizes = ("routing.layers=", "routing.window=", "seed=", "optimizer.lr=")
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)
-    for cell in alike.values():
-        take_step(reduced(*cell))
+    configs = [reduced(*cell) for cell in alike.values()]
+    for config in {str(to_dict(config)): config for config in configs}.values():
+        take_step(config)
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's presets, as --config-dir adds it.
+
+    Its test is the last one: it clears the compositions that all others share.
+    """
+    CONFIG_DIRS.append(tmp_path)
+    forget()
+    yield tmp_path
+    CONFIG_DIRS.remove(tmp_path)
+    forget()
+
+
+def test_options_in_folders_are_composed_completed_and_listed(presets: Path) -> None:
+    for path, text in (
+        ("experiment/study/small", "defaults:\n  - smoke\n  - _self_\n\nname: small\n"),
+        ("heads/study/small/wide", "model:\n  hidden: 320\n"),
+    ):
+        file = presets / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n# Of the user.\n{text}")
+    forget()
+    config = compose(["experiment=study/small", "heads=wide"])
+    assert (config.name, config.trainer.steps, config.model.hidden) == ("small", 20, 320)
+    assert candidates("rtx train experiment=st") == ["study/small "]
+    assert "\n  study/small " in help.command_page("train", ["experiment"])

@@ -137,7 +137,8 @@ def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
     choices = {group: option for group, option in last.items() if option.lower() != "null"}
     if "heads" in choices:
         choices["heads"] = heads_option(choices["heads"], choices.get("experiment", ""))
-    words = [f"{group}={option}" for group, option in choices.items()]
+    # In one order, so that the same choices are composed once.
+    words = [f"{group}={choices[group]}" for group in GROUPS if group in choices]
     if choices.get("routing") == "none":
         # The file of a model, which is composed later, has the number of its routing heads.
         words += ["routing.heads=0", "routing.layers=0"]
@@ -201,7 +202,7 @@ def name_in_preset(model: str) -> str:
     return OmegaConf.select(load_preset(path), key) or model
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def composed(words: tuple[str, ...]) -> DictConfig:
     """Return the composed files of `conf/` for options of groups, with Hydra's own part; read-only.
 
@@ -260,7 +261,7 @@ def load_plugins() -> None:
     raise RunFailed("Hydra could not read its plug-ins: too little memory, or too many open files")
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def changeable(words: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
     """Return a copy of `composed` without Hydra's part, and its values with their references."""
     groups = composed(words)
