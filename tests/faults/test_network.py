@@ -179,6 +179,34 @@ KEY = "0123456789" * 4
 AUTHORIZATION = f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"
 SERVER = "base_url = {address}"
 PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
+TWO_STEPS = (*SIZES, "logger=wandb", "trainer.steps=2")
+LOGGED = {
+    "online": ("train", "TEXT", *TWO_STEPS, "logger.mode=online"),
+    "auto": ("train", "TEXT", *TWO_STEPS),
+    "eval": ("eval", ".", "limit=1"),
+    "report": ("report", "."),
+}
+"""Commands that log to W&B in the folder of a run; TEXT is the data of the workshop."""
+
+
+def foreign_run(run: Path, folder: Path, place: str, settings: str) -> Path:
+    """Copy a run to a folder, with somebody else's record of W&B and settings for it."""
+    copy = Path(shutil.copytree(run, folder / "run"))
+    record = dict.fromkeys(("id", "project", "entity", "group", "name", "job_type"), "stranger")
+    (copy / "wandb.json").write_text(json.dumps({**record, "tags": []}))
+    (copy / place).parent.mkdir()
+    (copy / place).write_text(f"[default]\n{settings}")
+    return copy
+
+
+def keeping(keys: list[str | None]) -> Answer:
+    """Return an answer that keeps the key of each request and refuses it."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        keys.append(handler.headers["Authorization"])
+        refuse(401)(handler)
+
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -199,54 +227,36 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
 
     The server that the user has named gets the key.
     """
-    copy = Path(shutil.copytree(run, tmp_path / "run"))
-    record = dict.fromkeys(("id", "project", "entity", "group", "name", "job_type"), "stranger")
-    (copy / "wandb.json").write_text(json.dumps({**record, "tags": []}))
-    settings = copy / place
-    settings.parent.mkdir()
-    settings.write_text("[default]\n" + names.format(address=listener.address))
-    own = tmp_path / "home" / ".config" / "wandb" / "settings"
-    own.parent.mkdir(parents=True)
-    inside = f"""
-import os, rtx.training.loggers
-rtx.training.loggers.INIT_SECONDS = 4.0
-os.chdir({str(copy)!r})
-"""
-    variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home"), "no_proxy": "*"}
-    commands = {
-        "train": [
-            "train",
-            workshop.text,
-            *SIZES,
-            "logger=wandb",
-            "logger.mode=online",
-            "trainer.steps=2",
-        ],
-        "auto": ["train", workshop.text, *SIZES, "logger=wandb", "trainer.steps=2"],
-        "eval": ["eval", ".", "limit=1"],
-        "report": ["report", "."],
-    }
-    with serving() as server:
-        keys: list[str | None] = []
-
-        def answer(handler: BaseHTTPRequestHandler) -> None:
-            keys.append(handler.headers["Authorization"])
-            refuse(500)(handler)
-
-        server.answers = [answer]
-        if by == "variable":
-            variables["WANDB_BASE_URL"] = server.address
-        else:
-            own.write_text(f"[default]\nbase_url = {server.address}\n")
-        before = settings.read_bytes()
-        for name, words in commands.items():
-            keys.clear()
-            process = workshop.fork(tmp_path / f"{name}-{by}", *words, inside=inside, **variables)
+    settings = names.format(address=listener.address)
+    variables = {"WANDB_API_KEY": KEY, "no_proxy": "*"}
+    keys: dict[str, list[str | None]] = {name: [] for name in LOGGED}
+    processes = {}
+    with contextlib.ExitStack() as servers:
+        for name, words in LOGGED.items():
+            server = servers.enter_context(serving())
+            server.answers = [keeping(keys[name])]
+            home = tmp_path / name / "home"
+            of_user = home / ".config" / "wandb" / "settings"
+            of_user.parent.mkdir(parents=True)
+            if by == "variable":
+                variables["WANDB_BASE_URL"] = server.address
+            else:
+                of_user.write_text(f"[default]\nbase_url = {server.address}\n")
+            copy = foreign_run(run, tmp_path / name, place, settings)
+            processes[name] = workshop.fork(
+                tmp_path / f"{name}-{by}",
+                *(workshop.text if word == "TEXT" else word for word in words),
+                inside=f"import os; os.chdir({str(copy)!r})",
+                HOME=str(home),
+                **variables,
+            )
+        for name, process in processes.items():
             assert process.wait() == 0, process.log.read_text()
             assert "W&B: " in process.log.read_text(), name
-            assert listener.heard == [], name
-            assert keys and set(keys) == {AUTHORIZATION}, name
-        assert settings.read_bytes() == before
+            assert keys[name] and set(keys[name]) == {AUTHORIZATION}, name
+            unchanged = tmp_path / name / "run" / place
+            assert unchanged.read_text() == f"[default]\n{settings}"
+    assert listener.heard == []
 
 
 def test_wandb_that_is_offline_in_the_current_folder_stays_so(
@@ -256,7 +266,7 @@ def test_wandb_that_is_offline_in_the_current_folder_stays_so(
     settings = tmp_path / "wandb" / "settings"
     settings.write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
     inside = f"import os; os.chdir({str(tmp_path)!r})"
-    words = ("train", workshop.text, *SIZES, "logger=wandb", "trainer.steps=2")
+    words = ("train", workshop.text, *TWO_STEPS)
     variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path), "no_proxy": "*"}
     variables["WANDB_BASE_URL"] = listener.address
     process = workshop.fork(tmp_path / "at_home", *words, inside=inside, **variables)
@@ -273,14 +283,7 @@ def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
     (copy / "wandb").mkdir()
     for name in ("wandb/settings", "config-defaults.yaml"):
         os.mkfifo(copy / name)
-    words = (
-        "train",
-        workshop.text,
-        *SIZES,
-        "logger=wandb",
-        "logger.mode=offline",
-        "trainer.steps=2",
-    )
+    words = ("train", workshop.text, *TWO_STEPS, "logger.mode=offline")
     inside = f"import os; os.chdir({str(copy)!r})"
     process = workshop.fork(tmp_path / "piped", *words, inside=inside)
     assert process.wait() == 0, process.log.read_text()
