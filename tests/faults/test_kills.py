@@ -28,7 +28,7 @@ from tests.helpers.small_runs import (
 CALLS = {
     "os.fsync": 1,  # while data are prepared
     "rtx.commands.train.build_model": 1,
-    "rtx.training.module.after_step": 17,
+    "rtx.training.module.after_step": 10,
     "rtx.training.module.score_batch": 2,
     "rtx.training.checkpoint.struct.pack": 2,  # the file is written, but for its checksum
     "rtx.disk.os.fsync": 6,  # the second checkpoint has its name
@@ -47,19 +47,24 @@ setattr(owner, name, dying)
 """
 
 
+STEPS = "trainer.steps=24"
+
+
 @pytest.fixture(scope="module")
-def thirty(workshop: Workshop) -> Path:
-    return workshop.train("thirty", "trainer.steps=30")
+def alone(workshop: Workshop) -> Path:
+    """A run that is left alone."""
+    return workshop.train("alone", STEPS)
 
 
-def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
-    words, run, saved = ("trainer.steps=40",), workshop.folder / "killed", 0
+def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop, alone: Path) -> None:
+    run = workshop.folder / "killed"
+    saved = 0
     for place, call in CALLS.items():
         owner, _, name = place.rpartition(".")
         command = (
             ("resume", str(run))
             if (run / "config.yaml").exists()
-            else ("train", workshop.text, *SIZES, *words)
+            else ("train", workshop.text, *SIZES, STEPS)
         )
         process = workshop.fork(
             run, *command, inside=DYING.format(owner=owner, name=name, call=call)
@@ -67,9 +72,9 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
         assert process.wait() == -signal.SIGKILL, process.said(f"has not died in {place}")
         assert newest_step(run) >= saved and not damaged_bytes(run), place
         saved = newest_step(run)
-    assert saved > 17
+    assert saved > 10
     workshop.command("resume", str(run))
-    assert difference(run, workshop.train("alone", *words)) == ""
+    assert difference(run, alone) == ""
 
 
 def kill_sweep(sweep: Process) -> None:
@@ -118,11 +123,9 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     assert workshop.command(*command).count("done before") == 4
 
 
-def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
+def test_two_runs_in_one_folder(workshop: Workshop, alone: Path) -> None:
     run = workshop.folder / "shared"
-    processes = [
-        workshop.fork(run, "train", workshop.text, *SIZES, "trainer.steps=30") for _ in range(2)
-    ]
+    processes = [workshop.fork(run, "train", workshop.text, *SIZES, STEPS) for _ in range(2)]
     codes, said = [process.wait() for process in processes], processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said
     refusals = (
@@ -130,13 +133,13 @@ def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
         "already; "
     )
     assert len(re.findall(refusals, said)) == 1, said
-    assert difference(run, thirty) == ""
+    assert difference(run, alone) == ""
 
 
 def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(
-    workshop: Workshop, thirty: Path
+    workshop: Workshop, alone: Path
 ) -> None:
-    process = workshop.start("resumed", "trainer.steps=30")
+    process = workshop.start("resumed", STEPS)
     process.until(after(2))
     assert ": removed, " in workshop.command(
         "data", "remove", next(workshop.data.glob("text-*")).name
@@ -145,4 +148,4 @@ def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(
     processes = [workshop.fork(process.run, "resume", str(process.run)) for _ in range(3)]
     codes = [process.wait() for process in processes]
     assert sorted(codes) == [0, 2, 2], process.log.read_text()
-    assert difference(process.run, thirty) == ""
+    assert difference(process.run, alone) == ""

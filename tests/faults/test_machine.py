@@ -13,7 +13,7 @@ from rtx.runs.status import run_state
 from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
 from tests.helpers.small_runs import SIZES, Workshop, after, difference, status_of
 
-LONG = "trainer.steps=40"
+LONG = "trainer.steps=26"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
 
 def test_a_clock_that_jumps_changes_no_bit(workshop: Workshop, undisturbed: Path) -> None:
     process = workshop.start("jumping", LONG, "trainer.max_minutes=60", inside=WRONG_CLOCK)
-    process.kill_when(after(20))
+    process.kill_when(after(10))
     assert run_state(process.run) == "killed"
     resumed = workshop.fork(process.run, "resume", str(process.run), inside=WRONG_CLOCK)
     assert resumed.wait() == 0, process.log.read_text()
