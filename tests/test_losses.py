@@ -1,5 +1,5 @@
-"""Whole models must train as recorded: the losses of twelve steps, in float64, from drawn weights,
-on a fixed text.
+"""Whole models must train as recorded: the losses of the first six of twelve steps, in float64,
+from drawn weights, on a fixed text.
 
 losses/curves.json is held against the earlier implementation of every pattern, which made it:
 routing by top-w, by the nearest centroid and at random, with shared and own keys, both of its rules
@@ -38,6 +38,9 @@ from rtx.settings.schema import (
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12
+"""Steps on record, by which the learning rate goes."""
+FIRST = 6
+"""Steps that a test takes: what differs in one step differs in all later ones."""
 ROUTING = {
     "heads": 1,
     "layers": 1,
@@ -94,9 +97,12 @@ def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
 
 
 def losses(
-    routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype = torch.float64
+    routing: dict[str, Any],
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    steps: int = FIRST,
 ) -> list[float]:
-    """Return what each step minimises: the mean nats and the auxiliary loss."""
+    """Return what each of the first steps minimises: the mean nats and the auxiliary loss."""
     config = resolve(
         Config(
             data=DataConfig(length=64),
@@ -112,7 +118,7 @@ def losses(
     text = "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
     batches = MicroBatches(ShuffledWindows(encode_text(Tokenizer(), text), 64, 0, 2), 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
-    for step in range(STEPS):
+    for step in range(steps):
         nats_BN, auxiliary = model.loss(batches[2 * step])
         loss: Tensor = nats_BN.mean() + auxiliary
         set_learning_rate(optimizer, learning_rate(config, step + 1))
@@ -127,19 +133,18 @@ def losses(
 @pytest.mark.parametrize("name", [*CURVES, *OURS])
 def test_losses_are_those_on_record(name: str) -> None:
     case = (CURVES | OURS)[name]
-    assert losses(case["routing"], case["model"]) == pytest.approx(
-        case["losses"], rel=1e-9, abs=1e-9
-    )
+    first = case["losses"][:FIRST]
+    assert losses(case["routing"], case["model"]) == pytest.approx(first, rel=1e-9, abs=1e-9)
     assert case["losses"][-1] < case["losses"][0] - 1, "it learns"
     if name in ("nearest_rotary", "random_shaw", "local", "full_shaw", "sparse", "adaptive_span"):
-        assert losses(case["routing"], case["model"], torch.float32) == pytest.approx(
-            case["losses"], rel=1e-6
-        )
+        in_single = losses(case["routing"], case["model"], torch.float32)
+        assert in_single == pytest.approx(first, rel=1e-6)
 
 
 if __name__ == "__main__":
     rows = {
-        name: {**row, "losses": losses(row["routing"], row["model"])} for name, row in OURS.items()
+        name: {**row, "losses": losses(row["routing"], row["model"], steps=STEPS)}
+        for name, row in OURS.items()
     }
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     (FOLDER / "changed.json").write_text(f"{{\n{lines}\n}}\n")

@@ -261,20 +261,29 @@ def test_a_checkpoint_of_zeros_is_known_by_its_end(workshop: Workshop, copy: Pat
 REPORT_FILES = ("report.tex", "report.html", "report.csv", "report.json", "report.md")
 
 
+@pytest.fixture(scope="module")
+def report_names(
+    workshop: Workshop, run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
+    """The names in a folder of a report, which a second report writes over."""
+    output = tmp_path_factory.mktemp("report")
+    for _ in range(2):
+        assert asked(workshop, "report", str(run), f"output={output}")[0] == 0
+    names = sorted(path.name for path in output.iterdir())
+    assert {*REPORT_FILES} <= {*names}
+    return names
+
+
 @pytest.mark.parametrize("name", [*REPORT_FILES, "curves.png"])
 def test_a_report_writes_over_nothing_that_it_did_not_write(
-    workshop: Workshop, run: Path, tmp_path: Path, name: str
+    workshop: Workshop, run: Path, tmp_path: Path, report_names: list[str], name: str
 ) -> None:
     output = tmp_path / "output"
-    report = ("report", str(run), f"output={output}")
-    assert asked(workshop, *report)[0] == 0
-    written = sorted(path.name for path in output.iterdir())
-    assert {*REPORT_FILES} <= {*written} and asked(workshop, *report)[0] == 0
-    foreign = name if name in written else next(one for one in written if one.endswith(".png"))
-    for one in written:
-        (output / one).unlink()
+    output.mkdir()
+    pictures = [one for one in report_names if one.endswith(".png")]
+    foreign = name if name in report_names else pictures[0]
     (output / foreign).write_text('{"mine": 1}')
-    code, said = asked(workshop, *report)
+    code, said = asked(workshop, "report", str(run), f"output={output}")
     assert code == 2
     assert f"output={output}: holds a {foreign} that rtx report did not write; name" in said
     assert content_of(output) == {foreign: '{"mine": 1}'}

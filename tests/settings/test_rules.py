@@ -7,7 +7,7 @@ import pytest
 from rtx.errors import UserError
 from rtx.settings.compose import compose, compose_data
 from rtx.settings.rules.rule import RULES, Rule
-from rtx.settings.schema import SECTIONS, all_fields
+from rtx.settings.schema import SECTIONS, Config, all_fields
 
 CONFIGS = (
     "",
@@ -23,6 +23,11 @@ CONFIGS = (
     "hardware.attention=triton hardware=gpu",
     "hardware.loss=liger",
 )
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, Config]:
+    return {words: compose(words.split()) for words in CONFIGS}
 
 
 class Recorder:
@@ -42,12 +47,12 @@ class Recorder:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
-def test_a_rule_names_the_keys_that_it_reads(rule: Rule) -> None:
+def test_a_rule_names_the_keys_that_it_reads(rule: Rule, configs: dict[str, Config]) -> None:
     assert rule.keys <= set(all_fields())
     assert rule.check.__doc__
-    for words in CONFIGS:
+    for words, config in configs.items():
         read: set[str] = set()
-        recorder: Any = Recorder(compose(words.split()), "", read)
+        recorder: Any = Recorder(config, "", read)
         assert list(rule.check(recorder)) == [], words
         assert read <= rule.keys, words
 
