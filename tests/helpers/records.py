@@ -64,7 +64,9 @@ def write_run(
     run = folder / digest(flat(made))
     data = data or DATA
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
+    # The C library writes ten times as fast, where it is there.
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    (run / "config.yaml").write_text(yaml.dump(made, Dumper=dumper, sort_keys=False))
     (run / "environment.json").write_text(
         json.dumps({**ENVIRONMENT, "data": data, **(environment or {})})
     )
