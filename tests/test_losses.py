@@ -40,7 +40,7 @@ from rtx.training.optimizers import build_optimizer, learning_rate, set_learning
 STEPS = 12
 """Steps on record, by which the learning rate goes."""
 FIRST = 6
-"""Steps that a test takes: what differs in one step differs in all later ones."""
+"""Steps that a test takes: each moves weights and centroids, and the next loss shows it."""
 ROUTING = {
     "heads": 1,
     "layers": 1,
