@@ -294,6 +294,17 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(kind: str) ->
         assert float((mean - run(pattern.eval(), here)).abs().mean()) < 0.05
 
 
+@pytest.mark.parametrize("kind", ["local", "full", "topk-shared", "causal-separate", "exact"])
+def test_the_backward_pass_drops_the_same_weights_when_it_computes_them_again(kind: str) -> None:
+    pattern, here = drawn(kind, Case(B=1, N=24, W=8), dropout=0.5)
+    out = run(pattern.train(), here)
+    factor = torch.randn_like(out)
+    total = (out * factor).sum()
+    (gradient,) = torch.autograd.grad(total, here["v"])
+    # Outputs are linear in the values.
+    assert float((gradient * here["v"]).sum().detach()) == pytest.approx(float(total.detach()))
+
+
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
 

@@ -273,7 +273,7 @@ def test_queries_without_room_are_the_last_of_the_last_lists(case: Case) -> None
 
 
 def test_equal_inputs_give_equal_bits() -> None:
-    data = drawn(CASES[4])
+    data = drawn(CASES[0])
     _, once = lists_of(data)
     _, again = lists_of(data)
     for x, y in zip(tensors_of(once), tensors_of(again), strict=True):
