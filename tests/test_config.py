@@ -114,9 +114,9 @@ def test_the_logger_of_a_run_of_version_0_4(
     [
         ("", "is not the configuration of a run"),
         ("eval: {split: test}\n", "config.yaml: unknown key 'eval.split'"),
-        ("data: {length: {a: 1}}", "data.length must be one value"),
-        ("? {a: 1}\n: 2", "it must be one value"),
-        ("seed: [1, 2]", "seed must be one value"),
+        ("data: {length: {a: 1}}", "data.length must be a value or a section"),
+        ("? {a: 1}\n: 2", "the configuration must be a value or a section"),
+        ("seed: [1, 2]", "seed must be a value or a section"),
         ("seed: 1\ndata: {", "config.yaml: not valid YAML: while parsing"),
         ("data:\n  lenght: 3\n", "unknown key 'data.lenght' (did you mean 'data.length'?)"),
         ("data:\n  length: three\n", "config.yaml: data.length=three: must be an integer"),

@@ -114,7 +114,9 @@ def texts_of(content: str) -> dict[str, str]:
                 del section_and_key[-1:]
             case yaml.NodeEvent():
                 name = key or "the configuration"
-                raise UserError(f"{name} must be a value or a section: no list, alias or third level")
+                raise UserError(
+                    f"{name} must be a value or a section: no list, alias or third level"
+                )
             case _:
                 pass
     return texts
