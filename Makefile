@@ -37,11 +37,11 @@ help: ## print this list
 train: $(VENV)/.installed ## set up, then train on the embedded default (4 to 11 minutes)
 	@$(VENV)/bin/rtx train
 
-# Types are checked beside the tests: each of the two alone leaves a core idle for a while.
+# Types and tests are checked in parallel: neither keeps all cores busy the whole time.
 test: lint ## all checks and tests that a change must pass
 	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
-pytest: $(VENV)/.installed-dev ## the tests of `make test` alone
+pytest: $(VENV)/.installed-dev ## the tests of `make test`, without lint and types
 	$(PYTEST) -m "not exhaustive"
 
 exhaustive: $(VENV)/.installed-dev ## the tests that `make test` leaves out: tests/exhaustive.txt

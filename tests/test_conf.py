@@ -105,7 +105,7 @@ BASELINES = {model for model in SAID if not model.startswith("rt")}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = {"data=text", "data=images", "data=hub"}
 INDEPENDENT = ("data", "hardware", "logger", "routing", "trainer")
-"""Groups of which any options may be chosen together."""
+"""Groups whose options can be combined freely."""
 HASHES = json.loads(Path(__file__).with_name("preset_hashes.json").read_text())
 """Both names that the folder of a cell may have, by the words of presets that runs were recorded
 with.
@@ -149,9 +149,10 @@ def test_an_option_sets_keys_of_the_schema(group: str, option: str) -> None:
 
 
 def words_of_options() -> Iterator[str]:
-    """Yield words that choose each option at least once; groups that are independent side by side.
+    """Yield overrides that together choose every option.
 
-    Models, experiments and optimizers are composed alone.
+    Each combines one option of each group in INDEPENDENT, or chooses one model, experiment,
+    optimizer or kind of heads.
     """
     for group in ("model", "experiment", "optimizer"):
         yield from (f"{group}={option}" for option in options(group))
@@ -463,7 +464,9 @@ def test_every_cell_of_every_experiment(experiment: str) -> None:
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)
     configs = [reduced(*cell) for cell in alike.values()]
-    for config in {str(to_dict(config)): config for config in configs}.values():
+    # Cells that are equal at reduced size take one step.
+    distinct = {str(to_dict(config)): config for config in configs}
+    for config in distinct.values():
         take_step(config)
 
 

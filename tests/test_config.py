@@ -114,8 +114,9 @@ def test_the_logger_of_a_run_of_version_0_4(
     [
         ("", "is not the configuration of a run"),
         ("eval: {split: test}\n", "config.yaml: unknown key 'eval.split'"),
-        ("data: {length: {a: 1}}", "data.length must be a value or a section"),
-        ("? {a: 1}\n: 2", "the configuration must be a value or a section"),
+        ("data: {length: {a: 1}}", "data.length must be a value, and not a section"),
+        ("? {a: 1}\n: 2", "a name must be a text"),
+        ("5", "must be a section"),
         ("seed: [1, 2]", "seed must be a value or a section"),
         ("seed: 1\ndata: {", "config.yaml: not valid YAML: while parsing"),
         ("data:\n  lenght: 3\n", "unknown key 'data.lenght' (did you mean 'data.length'?)"),

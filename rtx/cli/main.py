@@ -67,7 +67,7 @@ def entry() -> None:
     for number in EXIT_CODES:
         if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
             signal.signal(number, lambda *_: os._exit(code))
-    # As it exits, Python would search all objects of torch for cycles, which takes a second.
+    # Without this, garbage is collected at the exit, which takes a second once torch is loaded.
     gc.freeze()
     sys.exit(code)
 
@@ -244,14 +244,14 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     if "torch" not in sys.modules and not started_by_another():
         line = f"rtx {word}: loading PyTorch, which takes some seconds"
         print(line, file=sys.stderr, flush=True)
-    return imported(f"rtx.commands.{word}").main(request)
+    return import_without_collection(f"rtx.commands.{word}").main(request)
 
 
-def imported(name: str) -> Any:
-    """Return a module, during whose import Python collects no garbage.
+def import_without_collection(name: str) -> Any:
+    """Import a module with the garbage collector off, and return it.
 
-    Almost all objects of torch and Lightning stay. Searching them for garbage again and again takes
-    a sixth of the time of the import.
+    Almost all objects that torch and Lightning create live until the exit. To search them for
+    garbage takes a sixth of the time of the import.
     """
     was_enabled = gc.isenabled()
     gc.disable()

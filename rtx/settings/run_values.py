@@ -31,6 +31,14 @@ LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Of the two whose values are all texts, the one in C, where PyYAML has it: it is faster."""
 
 
+ALLOWED = {
+    0: "must be a section, that is names and values",
+    1: "must be a value or a section, and not a list or an alias",
+    2: "must be a value, and not a section, a list or an alias",
+}
+"""What a message says of a node, by the number of sections around it."""
+
+
 def read_values(run: Path) -> dict[str, Any]:
     """Return the values in a run's config.yaml by dotted keys.
 
@@ -100,7 +108,7 @@ def texts_of(content: str) -> dict[str, str]:
         key = ".".join(section_and_key)
         if isinstance(event, yaml.NodeEvent) and not expects_name:
             if key in seen:
-                raise UserError(f"{key or 'the configuration'} occurs twice")
+                raise UserError(f"{key} occurs twice" if key else "has more than one document")
             seen.add(key)
         match event:
             case yaml.ScalarEvent(value=text) if depth > 0:
@@ -112,11 +120,10 @@ def texts_of(content: str) -> dict[str, str]:
                 depth -= 1
                 # The end of a section; the document has no name to remove.
                 del section_and_key[-1:]
+            case yaml.NodeEvent() if expects_name:
+                raise UserError("a name must be a text")
             case yaml.NodeEvent():
-                name = key or "the configuration"
-                raise UserError(
-                    f"{name} must be a value or a section: no list, alias or third level"
-                )
+                raise UserError(f"{key} {ALLOWED[depth]}".strip())
             case _:
                 pass
     return texts

@@ -24,13 +24,13 @@ from tests.helpers.tiny_models import (
     KINDS,
     VOCABULARY,
     Kind,
+    covering,
     each_kind,
     gradients,
-    others_than,
-    some_of,
     tiny_config,
     tiny_model,
     tokens,
+    without,
 )
 
 LENGTH = 44
@@ -66,7 +66,7 @@ def largest(audit: Audit) -> float:
     return max(float(change_P.max()) for change_P in audit.changes.values())
 
 
-FEW = some_of(CAUSAL)
+FEW = covering(CAUSAL)
 
 
 @each_kind(FEW)
@@ -74,7 +74,7 @@ def test_the_future_moves_nothing(kind: Kind) -> None:
     check_causal(kind)
 
 
-@each_kind(others_than(FEW, CAUSAL))
+@each_kind(without(FEW, CAUSAL))
 def test_the_future_moves_nothing_in_the_other_kinds(kind: Kind) -> None:
     check_causal(kind)
 
@@ -85,7 +85,7 @@ def check_causal(kind: Kind) -> None:
     assert not sees_future(values_of(kind), "parallel"), "and that is what protocols say"
 
 
-@each_kind(some_of(SEE_THE_FUTURE))
+@each_kind(covering(SEE_THE_FUTURE))
 def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kind) -> None:
     model = tiny_model(length=LENGTH, **kind)
     audit = audit_model(model, IDS, PREFIXES)

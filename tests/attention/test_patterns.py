@@ -128,11 +128,11 @@ def test_real_positions_get_what_they_would_without_padding(kind: str) -> None:
     check_padding(kind, replace(CASE, distances=4, rotary=True), memory=0)
 
 
-READING_BACK = [kind for kind in KINDS if isinstance(make(kind, CASE), ContiguousPattern)]
-"""Patterns that may have a memory."""
+WITH_MEMORY = [kind for kind in KINDS if isinstance(make(kind, CASE), ContiguousPattern)]
+"""Kinds whose pattern accepts a memory."""
 
 
-@pytest.mark.parametrize("kind", READING_BACK)
+@pytest.mark.parametrize("kind", WITH_MEMORY)
 def test_padding_may_be_in_a_memory(kind: str) -> None:
     check_padding(kind, CASE, memory=5)
 
@@ -298,11 +298,12 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(kind: str) ->
 def test_the_backward_pass_drops_the_same_weights_when_it_computes_them_again(kind: str) -> None:
     pattern, here = drawn(kind, Case(B=1, N=24, W=8), dropout=0.5)
     out = run(pattern.train(), here)
-    factor = torch.randn_like(out)
-    total = (out * factor).sum()
-    (gradient,) = torch.autograd.grad(total, here["v"])
-    # Outputs are linear in the values.
-    assert float((gradient * here["v"]).sum().detach()) == pytest.approx(float(total.detach()))
+    weight = torch.randn_like(out)
+    loss = (out * weight).sum()
+    (gradient,) = torch.autograd.grad(loss, here["v"])
+    # The outputs are linear in v if the backward pass has the mask of the forward pass, so that the
+    # gradient times v sums to the loss.
+    assert float((gradient * here["v"]).sum().detach()) == pytest.approx(float(loss.detach()))
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")

@@ -51,16 +51,17 @@ YAML = {"aliases": BOMB, "merges": MERGED, "nested": "- " * 50_000, "flow": "see
 TWICE = {
     "value": "seed: 1\nseed: 2\n",
     "section": "model: {heads: 4}\nmodel: {layers: 2}\n",
-    "documents": "seed: 1\n---\nname: a\n",
 }
+DOCUMENTS = "seed: 1\n---\nname: a\n"
 
 
-def test_no_command_takes_what_only_yaml_can_do(
+def test_yaml_beyond_two_levels_of_unique_keys_is_refused(
     workshop: Workshop, run: Path, tmp_path: Path
 ) -> None:
-    reasons = dict.fromkeys(YAML, "must be a value or a section")
-    reasons |= dict.fromkeys(TWICE, "occurs twice")
-    for name, text in (YAML | TWICE).items():
+    reasons = dict.fromkeys(YAML, "must be a value") | dict.fromkeys(TWICE, "occurs twice")
+    reasons["nested"] = "must be a section"
+    reasons["documents"] = "has more than one document"
+    for name, text in (YAML | TWICE | {"documents": DOCUMENTS}).items():
         shutil.copytree(run, tmp_path / name)
         (tmp_path / name / "config.yaml").write_text(text)
         code, said = asked(workshop, "eval", str(tmp_path / name))
@@ -296,23 +297,27 @@ PARTS = [
     ),
     *(["format"], ["model", "embedding.table_VS"]),
 ]
-MORE = {"step": (-5, "5"), "format": (FORMAT + 1,)}
-"""Further values of a part, besides none and a tensor."""
+MORE = [(["step"], -5), (["step"], "5"), (["format"], FORMAT + 1)]
+"""Paths of parts and further values of them, besides none and a tensor."""
+MUST_BE_REFUSED = ("step", "format")
 REFUSED = "cannot be resumed from|no checkpoint of rtx|not of the format|was trained so|refused"
 
 
 CRAFTED = [
     *((place, None) for place in PARTS),
     *((place, torch.ones(2, 3)) for place in PARTS),
-    *(([place], value) for place, values in MORE.items() for value in values),
+    *MORE,
 ]
-"""Parts, and what each is replaced by; None: the part is taken away."""
+"""The path of a part and its new value; None removes the part."""
 
 
-def name_of(part: Any) -> str:
-    if isinstance(part, torch.Tensor):
+def name_of(argument: Any) -> str:
+    """Return the name of a path or of a value in the name of a test."""
+    if isinstance(argument, torch.Tensor):
         return "tensor"
-    return ".".join(map(str, part)) if isinstance(part, list) else str(part)
+    if isinstance(argument, list):
+        return ".".join(map(str, argument))
+    return str(argument)
 
 
 @pytest.mark.parametrize(("place", "value"), CRAFTED, ids=name_of)
@@ -322,7 +327,7 @@ def test_a_crafted_checkpoint_is_refused_or_changes_nothing(
     craft(copy / "checkpoints" / "last.ckpt", place, value)
     before = (copy / "status.json").read_text()
     code, said = asked(workshop, "resume", str(copy), "trainer.steps=13")
-    assert code or place[0] not in MORE
+    assert code or place[0] not in MUST_BE_REFUSED
     if code:
         assert code == 2 and (copy / "status.json").read_text() == before
         assert re.search(REFUSED, said)

@@ -179,10 +179,10 @@ KEY = "0123456789" * 4
 AUTHORIZATION = f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"
 SERVER = "base_url = {address}"
 PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
-TWO_STEPS = (*SIZES, "logger=wandb", "trainer.steps=2")
-LOGGED = {
-    "online": ("train", "TEXT", *TWO_STEPS, "logger.mode=online"),
-    "auto": ("train", "TEXT", *TWO_STEPS),
+WANDB_RUN = (*SIZES, "logger=wandb", "trainer.steps=2")
+WANDB_COMMANDS = {
+    "online": ("train", "TEXT", *WANDB_RUN, "logger.mode=online"),
+    "auto": ("train", "TEXT", *WANDB_RUN),
     "eval": ("eval", ".", "limit=1"),
     "report": ("report", "."),
 }
@@ -190,7 +190,7 @@ LOGGED = {
 
 
 def foreign_run(run: Path, folder: Path, place: str, settings: str) -> Path:
-    """Copy a run to a folder, with somebody else's record of W&B and settings for it."""
+    """Copy a run to a folder, and add a W&B record and W&B settings of another user."""
     copy = Path(shutil.copytree(run, folder / "run"))
     record = dict.fromkeys(("id", "project", "entity", "group", "name", "job_type"), "stranger")
     (copy / "wandb.json").write_text(json.dumps({**record, "tags": []}))
@@ -199,8 +199,8 @@ def foreign_run(run: Path, folder: Path, place: str, settings: str) -> Path:
     return copy
 
 
-def keeping(keys: list[str | None]) -> Answer:
-    """Return an answer that keeps the key of each request and refuses it."""
+def recording(keys: list[str | None]) -> Answer:
+    """Return an answer that records the key of each request, and is 401."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         keys.append(handler.headers["Authorization"])
@@ -229,12 +229,12 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     """
     settings = names.format(address=listener.address)
     variables = {"WANDB_API_KEY": KEY, "no_proxy": "*"}
-    keys: dict[str, list[str | None]] = {name: [] for name in LOGGED}
+    keys: dict[str, list[str | None]] = {name: [] for name in WANDB_COMMANDS}
     processes = {}
     with contextlib.ExitStack() as servers:
-        for name, words in LOGGED.items():
+        for name, words in WANDB_COMMANDS.items():
             server = servers.enter_context(serving())
-            server.answers = [keeping(keys[name])]
+            server.answers = [recording(keys[name])]
             home = tmp_path / name / "home"
             of_user = home / ".config" / "wandb" / "settings"
             of_user.parent.mkdir(parents=True)
@@ -266,7 +266,7 @@ def test_wandb_that_is_offline_in_the_current_folder_stays_so(
     settings = tmp_path / "wandb" / "settings"
     settings.write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
     inside = f"import os; os.chdir({str(tmp_path)!r})"
-    words = ("train", workshop.text, *TWO_STEPS)
+    words = ("train", workshop.text, *WANDB_RUN)
     variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path), "no_proxy": "*"}
     variables["WANDB_BASE_URL"] = listener.address
     process = workshop.fork(tmp_path / "at_home", *words, inside=inside, **variables)
@@ -283,7 +283,7 @@ def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
     (copy / "wandb").mkdir()
     for name in ("wandb/settings", "config-defaults.yaml"):
         os.mkfifo(copy / name)
-    words = ("train", workshop.text, *TWO_STEPS, "logger.mode=offline")
+    words = ("train", workshop.text, *WANDB_RUN, "logger.mode=offline")
     inside = f"import os; os.chdir({str(copy)!r})"
     process = workshop.fork(tmp_path / "piped", *words, inside=inside)
     assert process.wait() == 0, process.log.read_text()

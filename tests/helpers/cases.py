@@ -91,14 +91,15 @@ MIXED = (
     Case(B=1, H=3, N=23, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=9),
     Case(H=1, N=14, D=2, C=5, W=4, distances=40, rotary=True, merge="lse", rounds=3, seed=15),
 )
-"""Cases in which every option has each of its values, with windows that end within N, and streams
-behind prompts of 6, 9 and 0 positions."""
+"""Together these have both values of each switch, each merge and each number of rounds. Every
+window is shorter than N. `check` streams them after prompts of 6, 9 and 0 positions."""
 EDGES = (
     Case(H=1, N=1),
     Case(N=3, C=5, W=40, distances=2),
     Case(N=9, W=1, attend_self=False),
 )
-"""One position; a window longer than the sequence, and more clusters; a window of one."""
+"""A single position; more clusters than positions, and a window longer than the sequence; a window
+of one position."""
 
 
 class Dilated(PositionPattern):
@@ -299,6 +300,7 @@ def check(pattern: Pattern, case: Case) -> None:
             its = gradients(pattern, here, theirs)
             torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
     with torch.no_grad():
+        # Cases with other seeds have prompts of other lengths.
         prompt = case.seed % (case.N + 1)
         streamed = stream(pattern, here, prompt)
         torch.testing.assert_close(streamed, found[True], rtol=1e-9, atol=1e-9)

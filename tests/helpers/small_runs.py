@@ -55,8 +55,8 @@ SIZES = (
 """A model with dropout, two micro-batches a step, and different intervals of rows, validations
 and checkpoints.
 
-Dropout of attention weights nearly doubles the time of a run on a CPU: the runs of
-test_kinds_of_models.py have it.
+Attention dropout is off, because it nearly doubles the time of a run on a CPU. The kind `causal` in
+test_kinds_of_models.py has it.
 """
 
 SERVER = """
@@ -68,7 +68,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 rtx.commands.train.SAMPLE_LENGTH = 8
 gc.enable()
-gc.freeze()  # processes would copy the memory of all these objects as they search it for garbage
+# Else garbage collection in each forked process would write to these objects, and so copy them.
+gc.freeze()
 for line in sys.stdin:
     ask = json.loads(line)
     if "wait" in ask:

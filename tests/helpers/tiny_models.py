@@ -135,22 +135,23 @@ STREAMED: list[Kind] = [
 ]
 
 
-def some_of(kinds: list[Kind]) -> list[Kind]:
-    """Return kinds in which each option has each of its values: those that have a value that none
-    before them has.
+def covering(kinds: list[Kind]) -> list[Kind]:
+    """Return the kinds that add a new value of some option, in order.
+
+    Together they have every value of every option.
     """
-    some = []
-    before = set()
+    chosen: list[Kind] = []
+    covered: set[tuple[str, object]] = set()
     for kind in kinds:
         values = set(kind.items())
-        if values - before:
-            some.append(kind)
-        before |= values
-    return some
+        if values - covered:
+            chosen.append(kind)
+            covered |= values
+    return chosen
 
 
-def others_than(some: list[Kind], kinds: list[Kind]) -> list[Kind]:
-    return [kind for kind in kinds if kind not in some]
+def without(removed: list[Kind], kinds: list[Kind]) -> list[Kind]:
+    return [kind for kind in kinds if kind not in removed]
 
 
 def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:

@@ -21,8 +21,8 @@ from tests.helpers.tiny_models import (
     VOCABULARY,
     Kind,
     check_streams,
+    covering,
     each_kind,
-    some_of,
     tiny_config,
     tiny_model,
     tokens,
@@ -31,7 +31,7 @@ from tests.helpers.tiny_models import (
 TOKENS_BN = tokens()
 
 
-FEW = some_of(STREAMED)
+FEW = covering(STREAMED)
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from tests.helpers.tiny_models import (
     OTHERS,
     OWN_KEYS,
     Kind,
+    covering,
     each_kind,
     gradients,
-    others_than,
-    some_of,
     tiny_model,
     tokens,
+    without,
 )
 
 FIRST_BN = torch.tensor([[0] * 7 + [7] * 17, [0] + [1] * 11 + [12] * 12])
@@ -31,7 +31,7 @@ MODERN: list[Kind] = [
 """The parts of model=modern, with lists bounded by documents and with documents apart."""
 HASHES: Kind = {"lsh": "reformer", **HASHED}
 KINDS: list[Kind] = [*COMMON[::4], *OTHERS, *OWN_KEYS[::5], HASHES, *MODERN]
-FEW = some_of([HASHES, *MODERN, *OTHERS, *COMMON[::4], *OWN_KEYS[::5]])
+FEW = covering([HASHES, *MODERN, *OTHERS, *COMMON[::4], *OWN_KEYS[::5]])
 
 
 def apart(model: Transformer, tokens_BN: Tensor, streaming: bool = False) -> Tensor:
@@ -50,7 +50,7 @@ def test_tokens_get_the_likelihood_that_they_have_apart(kind: Kind) -> None:
     check_apart(kind)
 
 
-@each_kind(others_than(FEW, KINDS))
+@each_kind(without(FEW, KINDS))
 def test_tokens_get_it_in_models_of_the_other_kinds(kind: Kind) -> None:
     check_apart(kind)
 

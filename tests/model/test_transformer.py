@@ -22,16 +22,16 @@ from tests.helpers.tiny_models import (
     EVERY,
     OTHERS,
     Kind,
+    covering,
     each_kind,
     gradients,
-    some_of,
     tiny_config,
     tiny_model,
     tokens,
 )
 
 
-@each_kind(some_of([*COMMON, *OTHERS]))
+@each_kind(covering([*COMMON, *OTHERS]))
 def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: Kind) -> None:
     model = tiny_model(**kind, embedding=6).train()
     found = gradients(model, tokens())
@@ -104,7 +104,7 @@ def test_dropout_is_for_training(kind: str) -> None:
             for base in ("fixed", "lsh", "adaptive_span")
         ),
         {"ffn_parts": 5},
-        *some_of(OTHERS),
+        *covering(OTHERS),
     ]
 )
 def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> Non
     [
         {},
         {"selection": "topk"},
-        *(kind for kind in some_of(OTHERS) if kind["selection"] != "random"),
+        *(kind for kind in covering(OTHERS) if kind["selection"] != "random"),
     ]
 )
 def test_the_state_has_all_that_lasts(kind: Kind) -> None:
