@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rtx.attention
 from rtx.settings.fields import fields_of
@@ -102,6 +103,8 @@ def test_the_code_of_the_page_on_pretrained_models_runs() -> None:
     code = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert len(code) == 3
     names: dict[str, Any] = {"__name__": "pretrained"}
+    # The model of the page has random weights, and other ones may generate the end of a text.
+    torch.manual_seed(0)
     for block in code:
         exec(compile(block, "pretrained.md", "exec"), names)
     assert names["loss"].isfinite() and names["written"].shape == (1, 72)
