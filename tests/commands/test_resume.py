@@ -100,9 +100,7 @@ def test_a_second_interrupt_leaves_at_once(
 
 
 def endless_step(step: int) -> str:
-    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has
-    begun.
-    """
+    """Return the code for `inside` of a step that does not end; a file shows that it has begun."""
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule
@@ -110,7 +108,9 @@ real_step = TrainingModule.take_step
 def slow(self, micro_batches, optimizer, step):
     if step == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
-        time.sleep(600)
+        # Python would sleep over a signal that comes just before a long sleep.
+        while True:
+            time.sleep(0.01)
     return real_step(self, micro_batches, optimizer, step)
 TrainingModule.take_step = slow
 """

@@ -15,16 +15,16 @@ from rtx.cli import main as cli
 
 def wait(*_, **__):
     print("ready", flush=True)
-    time.sleep(600)
+    # Python would sleep over a signal that comes just before a long sleep.
+    while True:
+        time.sleep(0.01)
 
 os.dup2(os.open({errors!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 setattr(importlib.import_module({module!r}), {name!r}, wait)
 sys.argv = ["rtx", *ask["arguments"]]
 cli.entry()
 """
-"""Runs a command that stands still where it would call a function; its errors go to a file of their
-own.
-"""
+"""Runs a command that waits where it would call a function; its errors go to a separate file."""
 
 
 @pytest.fixture(scope="module")
