@@ -1,9 +1,12 @@
-"""Who started this process, and which of a run's processes it is.
+"""Who started this process, which of a run's processes it is, and pauses of its garbage collection.
 
-Other processes, and launchers, say so in environment variables. No torch.
+Other processes, and launchers, say the first two in environment variables. No torch.
 """
 
+import contextlib
+import gc
 import os
+from collections.abc import Generator
 from typing import NamedTuple
 
 from rtx.errors import UserError, shorten
@@ -72,3 +75,15 @@ def started_by_another() -> bool:
     """Whether the first process of a run has started this one."""
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     return not is_first_here and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Generator[None]:
+    """Return a context in which Python searches for no reference cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

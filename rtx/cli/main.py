@@ -29,7 +29,7 @@ from rtx.machine import (
     out_of_memory,
     system_reason,
 )
-from rtx.processes import check_launch, started_by_another
+from rtx.processes import check_launch, garbage_collection_paused, started_by_another
 from rtx.runs.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals
 from rtx.settings.hydra_words import hydra_flag
 from rtx.version import __version__
@@ -244,22 +244,11 @@ def run_command(command: "Command", words: list[str], *, preview: bool) -> int:
     if "torch" not in sys.modules and not started_by_another():
         line = f"rtx {word}: loading PyTorch, which takes some seconds"
         print(line, file=sys.stderr, flush=True)
-    return import_without_collection(f"rtx.commands.{word}").main(request)
-
-
-def import_without_collection(name: str) -> Any:
-    """Import a module with the garbage collector off, and return it.
-
-    Almost all objects that torch and Lightning create live until the exit. To search them for
-    garbage takes a sixth of the time of the import.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        if was_enabled:
-            gc.enable()
+    # Almost all objects that torch and Lightning create live until the exit. To scan them for
+    # garbage takes a sixth of the time of the import.
+    with garbage_collection_paused():
+        module = importlib.import_module(f"rtx.commands.{word}")
+    return module.main(request)
 
 
 def split_flags(word: str, words: Sequence[str]) -> tuple[set[str], list[str]]:

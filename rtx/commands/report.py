@@ -1,9 +1,7 @@
 """`rtx report RUN ... [output=folder]`: what runs allow to conclude, with tables and plots."""
 
-import gc
 import textwrap
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from rtx.colour import BOLD, painted
 from rtx.disk import ITSELF
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.paths import expand_path
+from rtx.processes import garbage_collection_paused
 from rtx.report.contents import Report, build
 from rtx.report.formats import write
 from rtx.report.paper import paper_tables
@@ -40,6 +39,7 @@ def main(request: Request) -> int:
     for run in runs:
         check_has_records(run)
     title = f"rtx report: {', '.join(map(shown, runs))}"
+    # The collector would scan the records, hundreds for each run, again and again.
     with garbage_collection_paused():
         report = build(collect(runs), title)
     folder, name = default_place(runs)
@@ -54,21 +54,6 @@ def main(request: Request) -> int:
     print("\n".join([*report_lines(report, width), "", *map(shown, files)]))
     send_to_wandb(runs, files)
     return 0
-
-
-@contextmanager
-def garbage_collection_paused() -> Generator[None]:
-    """Return a context in which Python searches for no reference cycles.
-
-    The search would scan the records, hundreds for each run, again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_has_records(place: Path) -> None:
