@@ -28,7 +28,7 @@ OLD_LOGGER_SETTINGS = {
 }
 """What replaces each value of logger.name, a key up to version 0.4."""
 LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-"""Of the two whose values are all texts, the one in C, where PyYAML has it: it is faster."""
+"""The loader that leaves every value a text: the one in C, which is faster, where PyYAML has it."""
 
 
 ALLOWED = {
@@ -36,7 +36,7 @@ ALLOWED = {
     1: "must be a value or a section, and not a list or an alias",
     2: "must be a value, and not a section, a list or an alias",
 }
-"""What a message says of a node, by the number of sections around it."""
+"""What a message says of a node, by the number of mappings around it."""
 
 
 def read_values(run: Path) -> dict[str, Any]:
@@ -57,8 +57,9 @@ def values_of(content: str) -> dict[str, Any]:
     extension that is not loaded may have added one.
 
     Raises:
-        UserError: the text has no values, or it has aliases, lists, repeated keys or sections, or
-            keys more than two levels deep.
+        UserError: the text has no values; or it has an alias, a list, a key or section that occurs
+            twice, a key more than two levels deep, a name that is no text, or a second document;
+            or a number is out of its range.
         yaml.YAMLError: the text is no YAML.
     """
     texts = texts_of(content)
@@ -93,7 +94,7 @@ def recorded_value(key: str, text: str) -> Any:
 def texts_of(content: str) -> dict[str, str]:
     """Return the text of each value in the text of a config.yaml; see `values_of`.
 
-    No document is built from the YAML events: nested aliases could expand without bound.
+    It reads YAML events, and builds no document, so that an alias is refused before it expands.
     """
     section_and_key: list[str] = []
     depth = 0

@@ -31,7 +31,10 @@ FEW = (replace(MIXED[0], N=11), replace(MIXED[1], H=2, N=13), Case(N=3, C=5, W=4
 
 
 def grouped(kind: str, case: Case, queries: int, together: bool) -> tuple[Pattern, Case]:
-    """Return a pattern of `case.H` key-value heads, and the case of the heads that choose."""
+    """Return a pattern with `case.H` key-value heads, and the case of the heads that choose.
+
+    Its H is their number: key-value heads choose if `together`, else query heads.
+    """
     if not together:
         case = replace(case, H=case.H * queries)
     pattern = make(kind, case)
@@ -104,13 +107,15 @@ def test_heads_that_choose_together_read_the_same_keys(kind: str) -> None:
 def test_a_stream_stores_keys_and_values_once_for_a_group(kind: str, together: bool) -> None:
     if together and kind not in BY_CONTENT:
         pytest.skip("patterns that choose by position choose apart")
-    pattern, case = grouped(kind, Case(N=12, H=2), queries=4, together=together)
+    key_value_heads = 2
+    made = Case(B=1, N=12, H=key_value_heads)
+    pattern, case = grouped(kind, made, queries=4, together=together)
     here = tensors(pattern, case)
     cache = pattern.start()
     assert isinstance(cache, RowCache)
     cache.prefill(pattern.inputs(here["q"], here["k"], None), here["v"])
     assert cache.key_BGSD is not None and cache.value_BGSD is not None
-    assert cache.key_BGSD.shape[1] == cache.value_BGSD.shape[1] == case.B == 2
+    assert cache.key_BGSD.shape[1] == cache.value_BGSD.shape[1] == key_value_heads
 
 
 def test_tensors_of_other_numbers_of_heads_are_refused() -> None:

@@ -27,7 +27,10 @@ quick = settings(max_examples=6, deadline=None)
 
 
 def with_sinks(kind: str, case: Case, queries: int = 1, dtype=torch.float64) -> Pattern:
-    """Return a pattern with drawn sinks, whose query heads choose together in groups."""
+    """Return a pattern with random sinks.
+
+    Groups of `queries` query heads share a key-value head and choose together; 1: no groups.
+    """
     pattern = make(kind, case)
     pattern.group_queries(queries, together=True)
     pattern.add_sinks(case.H * queries)
