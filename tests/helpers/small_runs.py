@@ -64,8 +64,13 @@ import gc, importlib, json, os, signal, sys
 gc.disable()
 import rtx.commands.train, rtx.commands.resume
 from rtx.cli.main import main
-for name in sys.argv[1:]:
+from rtx.settings.compose import chosen, composed
+from rtx.settings.overrides import check_overrides
+preparation = json.loads(sys.argv[1])
+for name in preparation["modules"]:
     importlib.import_module(name)
+if preparation["overrides"]:
+    composed(chosen(check_overrides(preparation["overrides"])))
 rtx.commands.train.SAMPLE_LENGTH = 8
 gc.enable()
 # Else garbage collection in each forked process would write to these objects, and so copy them.
@@ -164,18 +169,25 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
 
 
 @contextlib.contextmanager
-def forking_server(modules: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that has imported torch, Lightning and other modules, and forks runs."""
+def forking_server(
+    modules: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that forks runs.
+
+    It has imported torch, Lightning and `modules`. With `overrides`, it has composed the files of
+    conf/ that these choose, so that runs that choose the same files do not.
+    """
+    preparation = json.dumps({"modules": modules, "overrides": overrides})
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER, *modules], stdin=pipe, stdout=pipe, text=True
+        [sys.executable, "-c", SERVER, preparation], stdin=pipe, stdout=pipe, text=True
     ) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
-    with forking_server() as server:
+    with forking_server(["datasets", "wandb"], SIZES) as server:
         yield server
 
 
