@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from rtx.attention.engine import native
-from tests.helpers.small_runs import Workshop
+from tests.helpers.small_runs import Workshop, draw_nothing
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_tables_have_names_that_a_reader_knows_and_fit_a_terminal(
     workshop: Workshop, topk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    draw_nothing(monkeypatch)
     heads = {
         "context mode=streaming windows=3": (
             "positions",
@@ -105,11 +106,10 @@ def test_patterns_are_a_table_and_one_picture(
     head = result["heads"][0]
     assert head["keys"] == pytest.approx((sum(range(1, 9)) + 24 * 8) / 32), "a local head of 8 keys"
     assert head["farthest"] == 7 and 0 < head["self_weight"] < 1
+    draw_nothing(monkeypatch)
     result, _, top = analyzed(workshop, "patterns", run)
     kinds = [(row["layer"], row["head"], row["pattern"]) for row in result["heads"]]
     assert kinds == [(1, 0, "local"), (1, 1, "routing")]
-    # A picture takes a second.
-    monkeypatch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")
     again, other = (
         analyzed(workshop, "patterns", run, option)[2] for option in ("layer=0", "seed=5")
     )

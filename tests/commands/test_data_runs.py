@@ -18,7 +18,7 @@ from rtx.data.sets import WORDS
 from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.presets import options
 from tests.helpers.made_sets import SETS, encoded, random_images
-from tests.helpers.small_runs import SIZES, Workshop, final
+from tests.helpers.small_runs import SIZES, Workshop, draw_nothing, final
 
 SMALL = [size for size in SIZES if not size.startswith("data")]
 Train = Callable[[str], Path]
@@ -154,7 +154,10 @@ def test_a_run_on_images_samples_pictures(workshop: Workshop, run: Path) -> None
         assert line in workshop.command("sample", str(run), option, code=2)
 
 
-def test_analyses_of_a_run_on_images(workshop: Workshop, run: Path) -> None:
+def test_analyses_of_a_run_on_images(
+    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_nothing(monkeypatch)
     workshop.command("analyze", "patterns", str(run), "split=train")
     path = Path(workshop.command("analyze", "context", str(run)).splitlines()[-1])
     result = json.loads(path.read_text())

@@ -12,7 +12,7 @@ import torch
 from rtx import load
 from rtx.data.catalog import open_data
 from rtx.data.windows import windows
-from tests.helpers.small_runs import Workshop, after, difference
+from tests.helpers.small_runs import Workshop, after, difference, draw_nothing
 
 LENGTH = 32
 MODERN = (
@@ -36,9 +36,8 @@ def texts(workshop: Workshop) -> str:
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop, texts: str) -> Path:
-    return workshop.train(
-        "documents", "data.documents=true", texts, "routing=causal", "routing.heads=1"
-    )
+    words = ("data.documents=true", texts, "routing=causal", "routing.heads=1", "trainer.steps=2")
+    return workshop.train("documents", *words)
 
 
 def test_a_score_is_that_of_documents_read_apart(workshop: Workshop, run: Path, texts: str) -> None:
@@ -78,7 +77,10 @@ def test_a_killed_modern_run_resumes_to_the_same_bits(workshop: Workshop, texts:
     assert streaming["bits"] == pytest.approx(parallel["bits"], rel=1e-5)
 
 
-def test_audits_and_analyses_keep_to_documents(workshop: Workshop, run: Path) -> None:
+def test_audits_and_analyses_keep_to_documents(
+    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_nothing(monkeypatch)
     assert "sees no future" in workshop.command("audit", str(run), "windows=2", "prefixes=3")
     assert "by position" in workshop.command("analyze", "context", str(run), "windows=4")
     assert "reading, %" in workshop.command("analyze", "patterns", str(run), "split=train")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_runs import SIZES, Workshop
+from tests.helpers.small_runs import SIZES, Workshop, draw_nothing
 
 LEFT_OUT = ("data", "routing=", "model=", "model.window", "routing.heads", "routing.layers")
 MASKED = (
@@ -24,8 +24,9 @@ def encoder_run(workshop: Workshop) -> Path:
 
 
 def test_an_encoder_trains_and_is_scored_as_one_that_reads_both_sides(
-    workshop: Workshop, encoder_run: Path
+    workshop: Workshop, encoder_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     result, said = workshop.score(encoder_run, "split=test")
     assert result["sees_future"] and result["windows"] == 9
     assert "selection=topk, an encoder" in said.replace("\n", " ")

@@ -113,8 +113,7 @@ def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
 
 def test_commands_on_a_run_take_the_code_that_the_user_names(place: Place) -> None:
     for words, said in (
-        ("eval last", "windows of 32, stride 32, teacher-forced"),
-        ("eval last mode=streaming split=test", "streaming"),
+        ("eval last mode=streaming split=test", "windows of 32, stride 32, streaming"),
         ("audit last prefixes=2 windows=2 positions=2", "dilated"),
         ("analyze patterns last", "dilated"),
         ("sample last length=5", "samples/step"),
@@ -204,99 +203,113 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     )
 
 
-def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
-    for text, words, said in (
-        ("1 / 0\n", "my.py", "my.py, line 2: ZeroDivisionError: division by zero"),
-        ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
-        ("import sys; sys.exit(0)\n", "my.py", "my.py, line 2: SystemExit: 0\n"),
-        (
-            naming("local"),
-            "my.py",
-            "my.py, line 2: UserError: cannot be registered: 'local' is one of rtx's own\n",
-        ),
-        (
-            naming("Mine"),
-            "my.py",
-            "'Mine' must be of small letters, digits and _, a letter first\n",
-        ),
-        (naming("null"), "my.py", "cannot be registered: 'null' unsets a key\n"),
-        *(
-            (naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n")
-            for name in KINDS_OF_HEADS
-        ),
-        *(
-            (naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict")
-            for name in ATTRIBUTES
-        ),
-        (
-            naming("halved"),
-            "my.py model.base=halved",
-            "halved: its function returned a dict, which is no",
-        ),
-        (
-            ABSTRACT,
-            "my.py model.base=halved",
-            "my.py, line 3: TypeError: Can't instantiate abstract class Half",
-        ),
-        (
-            f"{FAR}rtx.register_pattern('far', Far)",
-            "my.py",
-            f"'far': Far {ARGUMENTS}: missing a required",
-        ),
-        (f"{FAR}rtx.register_pattern('far', Far)", "my.py", CALLED),
-        (f"{OPEN}rtx.register_pattern('far', Far)", "my.py model.base=far", CALLED),
-        (
-            "rtx.register_pattern('far', lambda config: 1)",
-            "my.py",
-            f"'far': <lambda> {ARGUMENTS}: got an",
-        ),
-        ("rtx.register_pattern('far', 'Far')", "my.py", "'far': 'Far' is no function"),
-        (making("Far(window=4)"), "my.py model.base=far", "far: "),
-        (
-            making("Far(window=4)"),
-            "my.py model.base=far",
-            "my.py, line 4: TypeError: Far.__init__() missing 1",
-        ),
-        (
-            making("Far(window=0, reach=1)"),
-            "my.py model.base=far",
-            "my.py, line 3: ValueError: window=0",
-        ),
-        (
-            making("Far(window=config.model.reach)"),
-            "my.py model.base=far",
-            "line 4: AttributeError: 'ModelConfig'",
-        ),
-        (
-            "rtx.register_data('x', print, lenth=3)\n",
-            "my.py",
-            "unknown key 'data.lenth' (did you mean ",
-        ),
-        (
-            "rtx.register_data('x', print, length=1)\n",
-            "my.py",
-            "data.length=1: must be an integer, at",
-        ),
-        ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
-        ("", "no/my.py", "my.py: No such file or directory"),
-        ("", "my.py:my.py", "extensions=my.py:my.py: name a Python file, my.py, a module"),
-        ("", "absent", "no installed module absent; name a Python file, my.py, a module"),
-        ("", "a-b", "extensions=a-b: name a Python file, my.py, a module, my.module"),
-        ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
-        ("", "my.py --config-dir", "--config-dir : holds no preset"),
-        (
-            "",
-            "my.py --config-dir presets experiment=memory model=mine",
-            "experiment=memory lays out a model of its",
-        ),
-        (
-            "",
-            "my.py --config-dir presets model=mien",
-            "model=mien (did you mean 'mine'?): must be one of ",
-        ),
-    ):
-        (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
-        assert said in place.asked("plan", *f"extensions={words}".split(), code=2)
+MISTAKES = (
+    ("1 / 0\n", "my.py", "my.py, line 2: ZeroDivisionError: division by zero"),
+    ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
+    ("import sys; sys.exit(0)\n", "my.py", "my.py, line 2: SystemExit: 0\n"),
+    (
+        naming("local"),
+        "my.py",
+        "my.py, line 2: UserError: cannot be registered: 'local' is one of rtx's own\n",
+    ),
+    (naming("Mine"), "my.py", "'Mine' must be of small letters, digits and _, a letter first\n"),
+    (naming("null"), "my.py", "cannot be registered: 'null' unsets a key\n"),
+    *(
+        (naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n")
+        for name in KINDS_OF_HEADS
+    ),
+    *(
+        (naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict")
+        for name in ATTRIBUTES
+    ),
+    (
+        f"{FAR}rtx.register_pattern('far', Far)",
+        "my.py",
+        f"'far': Far {ARGUMENTS}: missing a required",
+    ),
+    (f"{FAR}rtx.register_pattern('far', Far)", "my.py", CALLED),
+    (
+        "rtx.register_pattern('far', lambda config: 1)",
+        "my.py",
+        f"'far': <lambda> {ARGUMENTS}: got an",
+    ),
+    ("rtx.register_pattern('far', 'Far')", "my.py", "'far': 'Far' is no function"),
+    (
+        "rtx.register_data('x', print, lenth=3)\n",
+        "my.py",
+        "unknown key 'data.lenth' (did you mean ",
+    ),
+    (
+        "rtx.register_data('x', print, length=1)\n",
+        "my.py",
+        "data.length=1: must be an integer, at",
+    ),
+    ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
+    ("", "no/my.py", "my.py: No such file or directory"),
+    ("", "my.py:my.py", "extensions=my.py:my.py: name a Python file, my.py, a module"),
+    ("", "absent", "no installed module absent; name a Python file, my.py, a module"),
+    ("", "a-b", "extensions=a-b: name a Python file, my.py, a module, my.module"),
+    ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
+    ("", "my.py --config-dir", "--config-dir : holds no preset"),
+)
+"""The lines of my.py, words, and what is said: of mistakes before anything is registered."""
+LATER_MISTAKES = (
+    (
+        naming("halved"),
+        "my.py model.base=halved",
+        "halved: its function returned a dict, which is no",
+    ),
+    (
+        ABSTRACT,
+        "my.py model.base=halved",
+        "my.py, line 3: TypeError: Can't instantiate abstract class Half",
+    ),
+    (f"{OPEN}rtx.register_pattern('far', Far)", "my.py model.base=far", CALLED),
+    (
+        making("Far(window=4)"),
+        "my.py model.base=far",
+        "far: {folder}/my.py, line 4: TypeError: Far.__init__() missing 1",
+    ),
+    (
+        making("Far(window=0, reach=1)"),
+        "my.py model.base=far",
+        "my.py, line 3: ValueError: window=0",
+    ),
+    (
+        making("Far(window=config.model.reach)"),
+        "my.py model.base=far",
+        "line 4: AttributeError: 'ModelConfig'",
+    ),
+    (
+        "",
+        "my.py --config-dir presets experiment=memory model=mine",
+        "experiment=memory lays out a model of its",
+    ),
+    (
+        "",
+        "my.py --config-dir presets model=mien",
+        "model=mien (did you mean 'mine'?): must be one of ",
+    ),
+)
+"""The same of mistakes after a pattern or a folder of presets has been registered."""
+
+
+def plan_with(place: Place, text: str, words: str) -> list[str]:
+    """Return the words of a plan with an extension, and write the lines of my.py."""
+    (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
+    return ["plan", *f"extensions={words}".split()]
+
+
+def test_mistakes_of_a_file_and_of_words(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.folder)
+    for text, words, said in MISTAKES:
+        assert said in place.command(*plan_with(place, text, words), code=2)
+
+
+def test_mistakes_behind_a_registration(place: Place) -> None:
+    for text, words, said in LATER_MISTAKES:
+        printed = place.asked(*plan_with(place, text, words), code=2)
+        assert said.format(folder=place.folder) in printed
 
 
 def test_the_function_of_an_extension_gets_heads_configuration_and_layer(place: Place) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.pages import ROOT, PageCommand, commands_of, readme_shows
-from tests.helpers.small_runs import Workshop
+from tests.helpers.small_runs import Workshop, draw_nothing
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
 SMALL = (
@@ -41,6 +41,7 @@ COMMANDS = block_commands()
 def folder(workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: it has texts, the records of docs/ and a trained run."""
     monkeypatch.chdir(workshop.folder)
+    draw_nothing(monkeypatch)
     monkeypatch.setattr("rtx.commands.sample.TEXT_LENGTH", 40)
     books = workshop.folder / "books"
     books.mkdir(exist_ok=True)

@@ -2,14 +2,24 @@
 published.
 """
 
+import functools
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rtx.runs.status import run_state
-from tests.helpers.small_runs import SIZES, Workshop, after, difference, read_metrics, status_of
+from tests.helpers.small_runs import (
+    SIZES,
+    Workshop,
+    after,
+    difference,
+    draw_nothing,
+    read_metrics,
+    status_of,
+)
 
 XL = (
     "model.base=recurrent",
@@ -50,15 +60,17 @@ MEMORY = {
 """What is said of a memory, by evaluations and by the plan."""
 
 
+Runs = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def runs(workshop: Workshop) -> dict[str, Path]:
-    return {kind: workshop.train(kind, *words) for kind, words in KINDS.items()}
+def runs(workshop: Workshop) -> Runs:
+    """What returns a run of a kind, and trains it once."""
+    return functools.cache(lambda kind: workshop.train(kind, *KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_resumes_to_the_same_bits(
-    workshop: Workshop, runs: dict[str, Path], kind: str
-) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, runs: Runs, kind: str) -> None:
     process = workshop.start(f"{kind}-killed", *KINDS[kind])
     assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
     run = process.run
@@ -66,7 +78,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert f"resuming {run} (killed) from " in workshop.command(
         "resume", str(run), "hardware.workers=2"
     )
-    assert status_of(run).state == "done" and difference(run, runs[kind]) == ""
+    assert status_of(run).state == "done" and difference(run, runs(kind)) == ""
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "best.ckpt",
         "last.ckpt",
@@ -76,11 +88,11 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_command_takes_it(
-    workshop: Workshop, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+    workshop: Workshop, runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     # test_analyze.py draws pictures.
-    monkeypatch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")
-    run, said = runs[kind], MEMORY.get(kind, "")
+    draw_nothing(monkeypatch)
+    run, said = runs(kind), MEMORY.get(kind, "")
     assert workshop.command("sample", str(run), "length=50", "prompt=abc")
     workshop.command("export", str(run))
     (own, scored), (exported, _) = (workshop.score(folder) for folder in (run, run / "export"))
@@ -112,7 +124,7 @@ def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
     assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 5
 
 
-def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[str, Path]) -> None:
+def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: Runs) -> None:
     published = ("data.length=8", "memory=64", "clamp=20", "same_length=true")
     asked = (
         (),
@@ -121,7 +133,7 @@ def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[st
         (*published, "stride=50", "batch_size=3"),
         ("memory=0",),
     )
-    results = [workshop.score(runs["recurrent"], *words)[0] for words in asked]
+    results = [workshop.score(runs("recurrent"), *words)[0] for words in asked]
     assert all(one["units"] == one["split_units"] for one in results)
     own, longer, streaming, parts = (one["bits"] for one in results[:4])
     said = [one["protocol"] for one in results]
@@ -134,4 +146,4 @@ def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[st
     assert results[3]["windows"] > 1 and abs(parts - longer) < 0.05
     assert "no memory" not in said[4]
     said = "memory=1000 must be at most 150, the units of split valid"
-    assert said in workshop.command("eval", str(runs["recurrent"]), "memory=1000", code=2)
+    assert said in workshop.command("eval", str(runs("recurrent")), "memory=1000", code=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rtx.runs.records import EvaluationRecord
-from tests.helpers.small_runs import SIZES, Workshop, after, difference, final
+from tests.helpers.small_runs import SIZES, Workshop, after, difference, draw_nothing, final
 
 NEEDLES = (
     *(size for size in SIZES if not size.startswith(("data", "routing"))),
@@ -71,7 +71,10 @@ def test_a_run_is_scored_at_several_lengths_in_one_table(
     assert "Accuracy in %, by depth" in printed
 
 
-def test_a_report_has_scores_by_length_and_by_depth(workshop: Workshop, needles_run: Path) -> None:
+def test_a_report_has_scores_by_length_and_by_depth(
+    workshop: Workshop, needles_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_nothing(monkeypatch)
     workshop.command("eval", str(needles_run), "length=32,64", "checkpoint=last")
     printed = workshop.command("report", str(needles_run))
     assert "By length of the window, accuracy in %: valid split of needles" in printed

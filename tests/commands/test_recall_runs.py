@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.small_runs import SIZES, Workshop, after, counted_rows, difference, final
+from tests.helpers.small_runs import (
+    SIZES,
+    Workshop,
+    after,
+    counted_rows,
+    difference,
+    draw_nothing,
+    final,
+)
 
 RECALL = (
     *(size for size in SIZES if not size.startswith("data")),
@@ -153,8 +161,9 @@ def check_accuracies(score: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("task", ["mqar", "copy", "induction"])
 def test_answers_at_any_place_are_scored_once_and_counted_by_distance_and_pairs(
-    workshop: Workshop, task: str
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
+    draw_nothing(monkeypatch)
     run = workshop.folder / task
     words = words_of(task)
     printed = workshop.command("train", *words, run=run)

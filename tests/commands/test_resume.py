@@ -40,6 +40,12 @@ def steady(workshop: Workshop) -> Path:
     return workshop.train("steady", "optimizer.schedule=constant")
 
 
+@pytest.fixture(scope="module")
+def shorter(workshop: Workshop) -> Path:
+    """A run of the first steps of `steady`."""
+    return workshop.train("shorter", "optimizer.schedule=constant", "trainer.steps=8")
+
+
 @pytest.mark.parametrize(
     ("number", "code", "state"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 143, "preempted")],
@@ -153,29 +159,33 @@ def test_a_loader_process_that_is_killed_is_told_in_a_line(
     ["read, write = os.pipe(); os.close(read)", "write = os.open('/dev/full', os.O_WRONLY)"],
 )
 def test_a_screen_that_takes_no_more_ends_no_run(
-    workshop: Workshop, undisturbed: Path, screen: str
+    workshop: Workshop, undisturbed: Path, tmp_path: Path, screen: str
 ) -> None:
-    process = workshop.start(
-        f"unread-{len(screen)}", inside=f"import os; {screen}; os.dup2(write, 1)"
-    )
+    run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    checkpoints = run / "checkpoints"
+    # It takes the steps behind the checkpoint before the last again.
+    (checkpoints / "previous.ckpt").replace(checkpoints / "last.ckpt")
+    (run / "status.json").unlink()
+    inside = f"import os; {screen}; os.dup2(write, 1)"
+    process = workshop.fork(run, "resume", str(run), inside=inside)
     process.wait()
-    assert status_of(process.run).state == "done", process.log.read_text()
-    assert difference(process.run, undisturbed) == ""
+    assert status_of(run).state == "done", process.log.read_text()
+    assert difference(run, undisturbed) == ""
 
 
-def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, steady: Path) -> None:
-    run = workshop.train("full", "trainer.steps=6", "optimizer.schedule=constant")
-    last, most = (
-        run / "checkpoints" / "last.ckpt",
-        (run / "checkpoints" / "best.ckpt").stat().st_size + 1000,
-    )
+def test_a_full_disk_in_mid_checkpoint(
+    workshop: Workshop, steady: Path, shorter: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(shorter, tmp_path / "run"))
+    last = run / "checkpoints" / "last.ckpt"
+    most = (run / "checkpoints" / "best.ckpt").stat().st_size + 1000
     quota = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most},) * 2)"
     process = workshop.fork(run, "resume", str(run), "trainer.steps=12", inside=quota)
     assert process.wait() == 1
     printed = process.log.read_text().splitlines()
     assert (
         printed[-1]
-        == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 6)"
+        == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 8)"
     )
     assert status_of(run).state == "failed"
     assert not list((run / "checkpoints").glob(".*"))
@@ -217,9 +227,9 @@ def last_rows(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(
-    workshop: Workshop, steady: Path
+    workshop: Workshop, steady: Path, shorter: Path, tmp_path: Path
 ) -> None:
-    short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
+    short = Path(shutil.copytree(shorter, tmp_path / "short"))
     printed = workshop.command("resume", str(short))
     assert "is done: 8 steps" in printed
     assert "trainer.steps=N with N above 8 continues it" in printed

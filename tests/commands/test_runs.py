@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rtx.runs.status import utc_now
-from tests.helpers.small_runs import Workshop
+from tests.helpers.small_runs import Workshop, draw_nothing
 
 OLD, NEW = "20260101-000000-abcd1234", "20260102-000000-9876fedc"
 
@@ -124,8 +124,9 @@ def on_a_terminal(command: list[str], environment: dict[str, str]) -> list[str]:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_run_has_names_and_its_data_wherever_one_stands(
-    workshop: Workshop, runs: list[Path]
+    workshop: Workshop, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     for name, run in (
         ("last", runs[1]),
         (NEW, runs[1]),

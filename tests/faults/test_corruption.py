@@ -31,6 +31,10 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
         last.write_bytes(content)
         damage(last, **way)
         assert not is_whole(last)
+    # Of each way some.
+    for way in ways[::7]:
+        last.write_bytes(content)
+        damage(last, **way)
         said: list[str] = []
         found = newest_checkpoint(last.parent, set_aside=True, report=said.append)
         assert found is not None and found["step"] == before, way
@@ -105,14 +109,14 @@ def test_any_flipped_bit_of_a_status_is_told_or_passed_over(copy: Path) -> None:
     whole = path.read_bytes()
     for state in (b"done", b"running", b"failed"):
         record = whole.replace(b'"done"', b'"' + state + b'"')
-        for at in range(0, len(record), 1 if state == b"done" else 4):
+        for at in range(0, len(record), 3 if state == b"done" else 12):
             path.write_bytes(record)
             damage(path, flip=8 * at + at // 4 % 8)
             passed_over += read_status(copy) is None
             with contextlib.suppress(UserError, RunFailed):
                 run_state(copy)
                 already_done(copy, config)
-    assert passed_over > 100
+    assert passed_over > 30
 
 
 CHANGES = [

@@ -35,7 +35,7 @@ from rtx.sweeps.launcher import start
 from rtx.tables import Column, Table
 from rtx.training.checkpoint import FORMAT, CheckpointFiles, read_checkpoint
 from tests.helpers.disturbances import asked, deadline
-from tests.helpers.small_runs import SIZES, Workshop, after
+from tests.helpers.small_runs import SIZES, Workshop, after, draw_nothing
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
@@ -84,14 +84,19 @@ FILES = (
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_a_pipe_or_a_folder_in_place_of_a_file(
-    workshop: Workshop, run: Path, tmp_path: Path, make: Callable[[Path], None]
+    workshop: Workshop,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
 ) -> None:
+    draw_nothing(monkeypatch)
     for name in (*FILES, "checkpoints/last.ckpt", "checkpoints/best.ckpt"):
         # A folder called as a record would stand for it.
         copy = Path(shutil.copytree(run, tmp_path / f"no-{Path(name).name}"))
         (copy / name).unlink(missing_ok=True)
         make(copy / name)
-        for words in (["resume", str(copy), "trainer.steps=13"], ["eval", str(copy)]):
+        for words in (["resume", str(copy), "trainer.steps=13"], ["eval", str(copy), "limit=1"]):
             asked(workshop, *words)
     make(tmp_path / "sweeps.jsonl")
     for word in ("report", "sweep"):
@@ -143,8 +148,11 @@ RECORDS = ("status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_with_parts_of_other_types_are_told_and_left_out(
-    workshop: Workshop, copy: Path, name: str
+    workshop: Workshop, copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    if name != "metrics.jsonl":
+        # Of these, nothing is in a picture.
+        draw_nothing(monkeypatch)
     (copy / "resumes.jsonl").write_text('{"changed": {}}')
     (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP))
     text, values = (copy / name).read_text(), itertools.cycle(HOSTILE)
@@ -226,8 +234,9 @@ def test_no_report_passes_markup_or_formulas_on(
 
 
 def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
-    workshop: Workshop, run: Path, tmp_path: Path
+    workshop: Workshop, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     (tmp_path / "report.md").write_text("mine")
     code, said = asked(workshop, "report", str(run), f"output={tmp_path}")
     assert code == 2 and "holds a report.md that rtx report did not write" in said
@@ -449,6 +458,7 @@ def test_no_link_in_the_folder_of_a_run_is_followed(
 def test_paths_are_printed_as_they_can_be_typed(
     workshop: Workshop, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     shutil.copytree(run, tmp_path / "a=b")
     monkeypatch.chdir(tmp_path)
     assert [shown(Path(name)) for name in ("-o/-r", "a b", "a=b")] == ["./-o/-r", "'a b'", "a=b"]

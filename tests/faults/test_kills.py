@@ -28,7 +28,7 @@ from tests.helpers.small_runs import (
 CALLS = {
     "os.fsync": 1,  # while data are prepared
     "rtx.commands.train.build_model": 1,
-    "rtx.training.module.after_step": 10,
+    "rtx.training.module.after_step": 4,
     "rtx.training.module.score_batch": 2,
     "rtx.training.checkpoint.struct.pack": 2,  # the file is written, but for its checksum
     "rtx.disk.os.fsync": 6,  # the second checkpoint has its name
@@ -47,7 +47,7 @@ setattr(owner, name, dying)
 """
 
 
-STEPS = "trainer.steps=24"
+STEPS = "trainer.steps=18"
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(
     assert ": removed, " in workshop.command(
         "data", "remove", next(workshop.data.glob("text-*")).name
     )
-    assert process.kill_when(after(10), signal.SIGTERM) == 143
+    assert process.kill_when(after(4), signal.SIGTERM) == 143
     processes = [workshop.fork(process.run, "resume", str(process.run)) for _ in range(3)]
     codes = [process.wait() for process in processes]
     assert sorted(codes) == [0, 2, 2], process.log.read_text()

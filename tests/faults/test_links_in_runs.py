@@ -15,7 +15,7 @@ from rtx import disk
 from rtx.runs.folder import FILES_OF_A_RUN, FOLDERS_OF_A_RUN, OTHERS_OF_A_RUN
 from rtx.training.loggers import make_wandb_folder
 from tests.helpers.disturbances import asked
-from tests.helpers.small_runs import Workshop
+from tests.helpers.small_runs import Workshop, draw_nothing
 
 FOLLOWS_NONE = "is a link, and rtx follows none below"
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -104,8 +104,9 @@ def test_a_link_in_place_of_a_checkpoint_is_not_read(
 
 
 def test_records_behind_links_are_left_out_of_a_report_with_a_note(
-    workshop: Workshop, copy: Path, victim: Path
+    workshop: Workshop, copy: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     asked(workshop, "eval", str(copy), "limit=1")
     (record,) = (copy / "eval").glob("*.json")
     shutil.copy(record, copy / "kept.json")
@@ -133,8 +134,9 @@ def test_a_report_or_an_export_is_not_written_through_a_link_in_a_run(
 
 
 def test_a_run_as_a_whole_and_an_output_that_the_user_names_may_be_links(
-    workshop: Workshop, copy: Path, tmp_path: Path
+    workshop: Workshop, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draw_nothing(monkeypatch)
     run = tmp_path / "link to the run"
     run.symlink_to(copy)
     output = tmp_path / "link to an output"
@@ -221,6 +223,7 @@ def test_nothing_in_place_of_a_record_stops_a_list_or_a_report(
     make: Callable[[Path], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    draw_nothing(monkeypatch)
     for name in RECORDS:
         copy = Path(shutil.copytree(run, tmp_path / "runs" / name.replace("/", "-")))
         (copy / name).parent.mkdir(exist_ok=True)
@@ -276,8 +279,15 @@ def report_names(
 
 @pytest.mark.parametrize("name", [*REPORT_FILES, "curves.png"])
 def test_a_report_writes_over_nothing_that_it_did_not_write(
-    workshop: Workshop, run: Path, tmp_path: Path, report_names: list[str], name: str
+    workshop: Workshop,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    report_names: list[str],
+    name: str,
 ) -> None:
+    if not name.endswith(".png"):
+        draw_nothing(monkeypatch)
     output = tmp_path / "output"
     output.mkdir()
     pictures = [one for one in report_names if one.endswith(".png")]

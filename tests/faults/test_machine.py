@@ -13,7 +13,7 @@ from rtx.runs.status import run_state
 from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
 from tests.helpers.small_runs import SIZES, Workshop, after, difference, status_of
 
-LONG = "trainer.steps=26"
+LONG = "trainer.steps=14"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
 
 def test_a_clock_that_jumps_changes_no_bit(workshop: Workshop, undisturbed: Path) -> None:
     process = workshop.start("jumping", LONG, "trainer.max_minutes=60", inside=WRONG_CLOCK)
-    process.kill_when(after(10))
+    process.kill_when(after(6))
     assert run_state(process.run) == "killed"
     resumed = workshop.fork(process.run, "resume", str(process.run), inside=WRONG_CLOCK)
     assert resumed.wait() == 0, process.log.read_text()
@@ -80,10 +80,10 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
     last = process.run / "checkpoints" / "last.ckpt"
     line = process.log.read_text().splitlines()[-1]
     said = (
-        r"rtx: step 23: the norm of the gradient is nan at learning rate \S+; the last good "
+        r"rtx: step 11: the norm of the gradient is nan at learning rate \S+; the last good "
         r"checkpoint is "
     )
-    assert re.fullmatch(said + re.escape(f"{last} (step 21)"), line), line
+    assert re.fullmatch(said + re.escape(f"{last} (step 9)"), line), line
     assert status_of(process.run).state == "failed"
     workshop.command("resume", str(process.run))
     assert difference(process.run, undisturbed) == ""

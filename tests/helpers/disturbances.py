@@ -97,11 +97,11 @@ from rtx.training.module import TrainingModule
 real_pass = TrainingModule.backward_pass
 def poisoned(self, loss, is_last):
     real_pass(self, loss, is_last)
-    if self.global_step == 22 and is_last:
+    if self.global_step == 10 and is_last:
         next(p.grad for p in self.parameters() if p.grad is not None).view(-1)[0] = float("nan")
 TrainingModule.backward_pass = poisoned
 """
-"""A gradient of step 23 is NaN before it is clipped."""
+"""A gradient of step 11 is NaN before it is clipped."""
 
 
 def more_memory(size: int) -> str:

@@ -402,3 +402,9 @@ def first_difference(a: Any, b: Any, where: str) -> str:
 def after(step: int) -> Callable[[Path], bool]:
     """Return what waits for the row of a step."""
     return lambda run: steps_logged(run) >= step
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Leave pictures out of reports and of analyses of patterns: each takes a third of a second."""
+    patch.setattr("rtx.report.contents.plots_of", lambda *records: [])
+    patch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")

@@ -33,10 +33,11 @@ def last(run: Path) -> Path:
 def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(
     workshop: Workshop,
 ) -> None:
-    process = workshop.start("plain", "trainer.clip=0.5", inside="sys.stdout.isatty = lambda: True")
+    words = ("trainer.clip=0.5", "trainer.steps=6")
+    process = workshop.start("plain", *words, inside="sys.stdout.isatty = lambda: True")
     assert process.wait() == 0, process.log.read_text()
     shown = process.log.read_bytes().decode()
-    assert re.search(r"\rstep 12/12, \d\S+ bits, lr \S+, \S+ units/s, 00:00 left, \S+ GB \|", shown)
+    assert re.search(r"\rstep 6/6, \d\S+ bits, lr \S+, \S+ units/s, 00:00 left, \S+ GB \|", shown)
     assert re.search(r"step 4: validation \S+ bits \(\d+ units\)\n", shown)
     config = load_run_config(process.run)
     tokens = open_data(config.data, workshop.data).split("train")
@@ -46,7 +47,7 @@ def test_a_run_is_the_plain_loop_bit_for_bit_and_has_a_bar_on_a_terminal(
     model = build_model(config, 256, None)
     optimizer = build_optimizer(model, config.optimizer)
     seed_everything(config.seed, 1)
-    for step in range(12):
+    for step in range(6):
         optimizer.zero_grad()
         for first in (4 * step, 4 * step + 2):
             nats_BN, auxiliary = model.loss(batches[first].long())
@@ -93,7 +94,8 @@ def test_a_run_stopped_before_a_validation_makes_it_when_it_goes_on_and_has_the_
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rtx.data.windows.BATCH_UNITS", 32)
-    whole = workshop.train("whole")
+    steps = "trainer.steps=9"
+    whole = workshop.train("whole", steps)
     stop, fail = (
         f"os.kill(os.getpid(), {int(signal.SIGUSR1)})",
         MEETS.format(name="after_step", call=1, what="1 / 0"),
@@ -102,7 +104,7 @@ def test_a_run_stopped_before_a_validation_makes_it_when_it_goes_on_and_has_the_
         ("after_step", 8),
         ("score_batch", 7),
     ):  # in step 8, and in the validation behind it
-        process = workshop.start(name, inside=MEETS.format(name=name, call=call, what=stop))
+        process = workshop.start(name, steps, inside=MEETS.format(name=name, call=call, what=stop))
         assert process.wait() == 143 and read_checkpoint(last(process.run))["step"] == 8, (
             process.log.read_text()
         )
