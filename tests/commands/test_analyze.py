@@ -166,7 +166,7 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = workshop.train("full", "model.base=full", "routing.heads=0", "trainer.steps=1")
-    options = ("keys=4", "steps=2", "split=train", "windows=3")
+    options = ("keys=4", "steps=2", "split=train", "windows=2")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
     check_shares(result["rows"])
     rows = {row["selection"]: row for row in result["rows"]}
@@ -177,7 +177,7 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(
     row = rows["blocks"]
     assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
     assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed
-    assert "over 3 windows" in printed
+    assert "over 2 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
     # A picture takes a second.
@@ -197,9 +197,11 @@ def test_coverage_needs_full_heads(workshop: Workshop, topk: Path) -> None:
     assert "model.base=local: no layer has full" in refusal
 
 
-def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+def audited(
+    workshop: Workshop, run: Path, *overrides: str, prefixes: int = 2
+) -> tuple[dict[str, Any], str]:
     """Audit a run and return the JSON it leaves, and what was printed."""
-    small = ("sequences=1", "prefixes=6", "windows=3", "positions=5")
+    small = ("sequences=1", f"prefixes={prefixes}", "windows=3", "positions=5")
     printed = workshop.command("audit", str(run), *small, *overrides)
     assert str(run / "audit.json") in printed
     return json.loads((run / "audit.json").read_text(), parse_constant=pytest.fail), printed
@@ -234,7 +236,7 @@ def test_random_membership_is_the_control(workshop: Workshop) -> None:
 
 
 def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
-    result, printed = audited(workshop, topk, "tolerance=1e-10", "split=test")
+    result, printed = audited(workshop, topk, "tolerance=1e-10", "split=test", prefixes=6)
     changes = result["changes"]
     assert changes["tolerance"] == 1e-10
     assert {1, 31} < {*changes["prefixes"]}

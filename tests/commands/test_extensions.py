@@ -40,6 +40,14 @@ from rtx.sweeps.launcher import Launcher
 Launcher.begin = lambda launcher, cell, place: subprocess.Popen(["true"])
 """
 """A sweep whose cells end as soon as they have begun."""
+INSTALLED = """
+import sys
+import rtx.settings.presets, rtx.settings.schema
+sys.path.insert(0, {site!r})
+rtx.settings.schema.add_installed.cache_clear()
+rtx.settings.presets.forget()
+"""
+"""A folder of installed packages, of which the process has known nothing so far."""
 ATTRIBUTES = ("update", "keys", "half", "training")
 
 
@@ -378,9 +386,7 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     (site / "mypackage-1.5.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n"
     )
-    schema = "rtx.settings.schema"
-    path = f"import sys, {schema}; sys.path.insert(0, {str(site)!r})"
-    inside = f"{path}; {schema}.add_installed.cache_clear()"
+    inside = INSTALLED.format(site=str(site))
     words = [*OWN, *MODEL, "trainer.steps=1"]
     said = place.asked("train", *words, run="package", inside=inside)
     assert " (tiny), primes, 1 steps of " in said

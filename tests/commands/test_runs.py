@@ -55,10 +55,18 @@ def test_the_list_has_the_newest_first(
     assert "holds no run" in workshop.command("runs", str(workshop.data), code=2)
 
 
-@pytest.mark.parametrize("columns", [140, 80, 60, 40])
-def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+LIST_AT_WIDTHS = """
+import os
+from rtx.cli.main import main
+for columns in {widths}:
+    os.environ["COLUMNS"] = str(columns)
+    main(["runs", {folder!r}])
+    print("next", flush=True)
+"""
+"""A program that prints the list of runs as if the terminal had several widths in turn."""
+
+
+def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(tmp_path: Path) -> None:
     command = (
         "rtx train -m routing.heads=8 routing.layers=12 routing.window=1024 optimizer.lr=0.0002 "
         "seed={}"
@@ -72,23 +80,22 @@ def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
             (run / "environment.json").write_text(
                 json.dumps({"command": f"rtx train routing.heads={seed}"})
             )
-    program = f"from rtx.cli.main import main; main(['runs', {str(tmp_path)!r}])"
-    environment = {
-        **os.environ,
-        "COLUMNS": str(columns),
-        "TERM": "xterm",
-        "RTX_OUTPUTS": str(tmp_path),
-    }
-    lines = on_a_terminal([sys.executable, "-c", program], environment)
-    assert lines[0].split()[0] == "run" and sorted(line.split()[0] for line in lines[1:4]) == names
-    assert all(len(line) <= columns for line in lines) or columns == 40, (
-        "narrower than names and figures are"
-    )
     whole = command.partition(" -m ")[2].format(0)
     short = whole.replace("routing.", "").replace("optimizer.", "")
-    (row,) = [line for line in lines if names[0] in line]
     seen = {140: whole, 80: short[:20], 60: "unknown", 40: "unknown"}
-    assert seen[columns] in row
+    program = LIST_AT_WIDTHS.format(widths=[*seen], folder=str(tmp_path))
+    environment = {**os.environ, "TERM": "xterm", "RTX_OUTPUTS": str(tmp_path)}
+    printed = on_a_terminal([sys.executable, "-c", program], environment)
+    for columns, part in seen.items():
+        end = printed.index("next")
+        lines = printed[:end]
+        printed = printed[end + 1 :]
+        assert lines[0].split()[0] == "run"
+        assert sorted(line.split()[0] for line in lines[1:4]) == names
+        # Names and figures are wider than 40.
+        assert columns == 40 or all(len(line) <= columns for line in lines)
+        (row,) = [line for line in lines if names[0] in line]
+        assert part in row
 
 
 @pytest.mark.parametrize(("refusal", "is_coloured"), [("", True), ("1", False)])
@@ -136,8 +143,14 @@ def test_a_run_has_names_and_its_data_wherever_one_stands(
     ):
         said = workshop.command("eval", name, "limit=1")
         assert f"{run}: best.ckpt" in said and "preparing" not in said
-    for words in ("analyze patterns", "sample", "export", "resume", "report"):
-        assert str(runs[1]) in workshop.command(*words.split(), "last")
+    for words in (
+        "analyze patterns last",
+        "sample last length=5",
+        "export last",
+        "resume last",
+        "report last",
+    ):
+        assert str(runs[1]) in workshop.command(*words.split())
     assert not Path("none").exists()
     (only := workshop.folder / "only").mkdir()
     runs[0].rename(only / OLD)

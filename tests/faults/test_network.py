@@ -48,8 +48,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
         pytest.skip("a server that answers by HTTPS needs a certificate, which openssl makes")
     path = tmp_path / "localhost.pem"
     asked = (
-        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext "
-        "subjectAltName=DNS:localhost"
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=localhost -addext subjectAltName=DNS:localhost"
     )
     subprocess.run(
         ["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True
@@ -210,8 +210,11 @@ def recording(keys: list[str | None]) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("place", "names", "by"),
-    [("wandb/settings", SERVER, "settings"), (".wandb/settings", PROXY, "variable")],
+    ("place", "names", "by", "commands"),
+    [
+        ("wandb/settings", SERVER, "settings", ("auto", "report")),
+        (".wandb/settings", PROXY, "variable", ("online", "eval")),
+    ],
     ids=["server", "proxy"],
 )
 def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
@@ -222,6 +225,7 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     place: str,
     names: str,
     by: str,
+    commands: tuple[str, ...],
 ) -> None:
     """A stranger's run, which the user works in, names a server or a proxy.
 
@@ -229,10 +233,10 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     """
     settings = names.format(address=listener.address)
     variables = {"WANDB_API_KEY": KEY, "no_proxy": "*"}
-    keys: dict[str, list[str | None]] = {name: [] for name in WANDB_COMMANDS}
+    keys: dict[str, list[str | None]] = {name: [] for name in commands}
     processes = {}
     with contextlib.ExitStack() as servers:
-        for name, words in WANDB_COMMANDS.items():
+        for name in commands:
             server = servers.enter_context(serving())
             server.answers = [recording(keys[name])]
             home = tmp_path / name / "home"
@@ -245,7 +249,7 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
             copy = foreign_run(run, tmp_path / name, place, settings)
             processes[name] = workshop.fork(
                 tmp_path / f"{name}-{by}",
-                *(workshop.text if word == "TEXT" else word for word in words),
+                *(workshop.text if word == "TEXT" else word for word in WANDB_COMMANDS[name]),
                 inside=f"import os; os.chdir({str(copy)!r})",
                 HOME=str(home),
                 **variables,

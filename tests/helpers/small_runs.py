@@ -187,7 +187,7 @@ def forking_server(
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
-    with forking_server(["datasets", "wandb"], SIZES) as server:
+    with forking_server(["datasets", "wandb.apis.public"], SIZES) as server:
         yield server
 
 

@@ -50,7 +50,7 @@ import rtx.progress, rtx.runs.signals as room
 with room.Signals() as signals:
     signals.holding = True
     signals.at_once = lambda code: print("leaving with", code, flush=True)
-    threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
+    threading.Timer(0.2, print, ["ready"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # during this call Python runs no handler
 """
 
