@@ -1,6 +1,7 @@
 """Machine, software, code and command of a run, in environment.json and resumes.jsonl."""
 
 import contextlib
+import functools
 import platform
 import shlex
 import subprocess
@@ -92,6 +93,7 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def version_of(package: str) -> str | None:
     """Return the version of a package; None where it is not installed."""
     try:
@@ -108,6 +110,7 @@ def command_line() -> str:
     return shlex.join([program, *words])
 
 
+@functools.cache
 def code_commit() -> str | None:
     """Return the commit of this code, with `-dirty` where files differ; None outside a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]

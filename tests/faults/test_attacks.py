@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.campaigns.attacks import RUN, Campaign, Command, World, make_world
 from tests.helpers.small_runs import Workshop
 
-CASES = 16
+CASES = 10
 QUICK = {
     RUN: (Command(("runs",), 2), Command(("eval", "RUN", "limit=1"), 1)),
     "data": (Command(("data", "list"), 1), Command(("data", "verify", "data=text", "TEXT"), 1)),

@@ -163,7 +163,7 @@ WORDS = st.sampled_from(
 
 
 @given(data=st.data())
-@examples(25)
+@examples(15)
 def test_a_configuration(run: Path, tmp_path: Path, data: DataObject) -> None:
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -27,6 +27,7 @@ from tests.helpers.records import (
     write_record,
     write_run,
 )
+from tests.helpers.small_runs import draw_nothing
 
 KEEP = Path(__file__).parents[2] / "docs" / "results" / "keep.py"
 KILLED = {"state": "running", "pid": 2**31 - 1, "heartbeat": "2020-01-01T00:00:00Z"}
@@ -112,7 +113,10 @@ def test_keep_records_a_killed_run_and_leaves_out_one_that_runs(
     assert (line.status.state, line.status.reason, line.status.step) == ("failed", "killed", 7)
 
 
-def test_a_report_of_a_study_file_is_that_of_the_folders(tmp_path: Path):
+def test_a_report_of_a_study_file_is_that_of_the_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    draw_nothing(monkeypatch)
     runs = tmp_path / "runs"
     for seed in (0, 1):
         run = made_run(runs, seed)
