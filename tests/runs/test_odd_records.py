@@ -55,7 +55,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("kind, content", RECORDS, ids=lambda part: getattr(part, "__name__", ""))
 @given(data=st.data())
 @settings(
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     database=None,
     deadline=None,
