@@ -163,7 +163,7 @@ def test_a_screen_that_takes_no_more_ends_no_run(
 ) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     checkpoints = run / "checkpoints"
-    # It takes the steps behind the checkpoint before the last again.
+    # The run goes back to the checkpoint before the last one.
     (checkpoints / "previous.ckpt").replace(checkpoints / "last.ckpt")
     (run / "status.json").unlink()
     inside = f"import os; {screen}; os.dup2(write, 1)"

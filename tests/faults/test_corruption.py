@@ -31,7 +31,7 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
         last.write_bytes(content)
         damage(last, **way)
         assert not is_whole(last)
-    # Of each way some.
+    # A few of each kind.
     for way in ways[::7]:
         last.write_bytes(content)
         damage(last, **way)
