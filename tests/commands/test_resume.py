@@ -275,7 +275,7 @@ def test_another_version_or_number_of_threads_is_no_longer_exact(
     shutil.copy2(workshop.folder / "book.txt", tmp_path / "copy.txt")
     monkeypatch.chdir(tmp_path)
     changed = (
-        "trainer.steps=14",
+        "trainer.steps=13",
         "hardware.threads=2",
         "hardware.precision=fp64",
         "data.path=copy.txt",
