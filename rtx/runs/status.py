@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtx.disk import make_folder, open_inside, write_json
+from rtx.machine import out_of_memory
 
 if TYPE_CHECKING:
     from rtx.runs.records import StatusRecord
@@ -67,13 +68,22 @@ class Status:
     def begin(self) -> None:
         """Write that the run is running, and go on writing heartbeats; a second call does nothing.
 
-        Raises OSError where the status cannot be written: what it says would be wrong from now on.
+        Raises:
+            OSError: the status cannot be written; what it says would be wrong from now on.
+            RuntimeError: no memory is left for the thread that writes heartbeats.
         """
-        if not self.begun:
-            self.record = changed(self.record, heartbeat=utc_now())
-            replace_status(self.folder, self.record.to_json())
-            self.begun = True
-            threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
+        if self.begun:
+            return
+        self.record = changed(self.record, heartbeat=utc_now())
+        replace_status(self.folder, self.record.to_json())
+        self.begun = True
+        thread = threading.Thread(target=self.beat, name="heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # Else the file would go on saying that the run is running.
+            self.end("failed", out_of_memory(error) or str(error))
+            raise
 
     def update(self, *, write: bool = False, **fields: Any) -> None:
         """Change fields; they reach the disk with the next heartbeat, or at once."""

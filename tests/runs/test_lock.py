@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,19 @@ def test_a_lock_that_is_remade_while_it_is_taken_is_taken_again(
     with working_in(tmp_path):
         first, second = inodes
         assert first != second == (tmp_path / LOCK).stat().st_ino
+
+
+def test_a_run_without_memory_for_its_heartbeat_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"), working_in(tmp_path / "run"):
+        pytest.fail("it cannot begin")
+    assert run_state(tmp_path / "run") == "failed"
+    monkeypatch.undo()
+    with working_in(tmp_path / "run"):
+        assert run_state(tmp_path / "run") == "failed"
+    assert run_state(tmp_path / "run") == "done"
