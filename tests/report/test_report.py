@@ -572,7 +572,7 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Pat
 
 def test_the_first_plot_of_runs_is_saved_in_their_folder(tmp_path: Path) -> None:
     assert save_plots([tmp_path]) == "", "runs that have none"
-    write_run(tmp_path, config("smoke"))
+    write_divergence(write_run(tmp_path, config("smoke")), layers=2)
     saved = tmp_path / "curves.png"
     assert save_plots([tmp_path]) == str(saved) and saved.read_bytes()[:4] == b"\x89PNG"
     saved.unlink()
