@@ -67,7 +67,8 @@ def halving(sweep: Sweep, tmp_path: Path) -> Sweep:
     plugins = tmp_path / "plugins" / "hydra_plugins"
     plugins.mkdir(parents=True)
     (plugins / "halving.py").write_text(SWEEPER)
-    sweep.patch.setenv("PYTHONPATH", str(plugins.parent))
+    checkout = os.environ["PYTHONPATH"]
+    sweep.patch.setenv("PYTHONPATH", os.pathsep.join([str(plugins.parent), checkout]))
     sweep.patch.setenv("FAILS_ABOVE", "2")
     return sweep
 
