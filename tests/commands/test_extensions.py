@@ -365,9 +365,11 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     (site / "mypackage-1.5.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n"
     )
-    schema = "rtx.settings.schema"
-    path = f"import sys, {schema}; sys.path.insert(0, {str(site)!r})"
-    inside = f"{path}; {schema}.add_installed.cache_clear()"
+    settings = "rtx.settings"
+    path = f"import sys, {settings}.schema; sys.path.insert(0, {str(site)!r})"
+    # The process that forks has read its own packages, and has composed without the new one.
+    forgotten = f"{settings}.schema.add_installed.cache_clear(); {settings}.presets.forget()"
+    inside = f"{path}; {forgotten}"
     words = [*OWN, *MODEL, "trainer.steps=1"]
     said = place.asked("train", *words, run="package", inside=inside)
     assert " (tiny), primes, 1 steps of " in said
