@@ -20,14 +20,14 @@ from rtx.cli.help import candidates
 from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.report.summary import routing_lines
-from rtx.settings.compose import NAMED_BY_FILE, compose
+from rtx.settings.compose import NAMED_BY_FILE, compose, heads_option
 from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.identity import cell_hashes
 from rtx.settings.overrides import LAUNCHED, check_overrides
 from rtx.settings.presets import CONFIG_DIRS, conf_dir, forget, options
 from rtx.settings.rules import resolve
 from rtx.settings.schema import CLUSTERED, GROUPS, Config, all_fields, to_dict, with_values
-from rtx.sweeps.cells import lay_out
+from rtx.sweeps.cells import lay_out, own_axes
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")
@@ -149,16 +149,13 @@ def test_an_option_sets_keys_of_the_schema(group: str, option: str) -> None:
 
 
 def words_of_options() -> Iterator[str]:
-    """Yield overrides that together choose every option.
+    """Yield overrides that together choose every option but those of heads.
 
-    Each combines one option of each group in INDEPENDENT, or chooses one model, experiment,
-    optimizer or kind of heads.
+    Each combines one option of each group in INDEPENDENT, or chooses one model, experiment or
+    optimizer.
     """
     for group in ("model", "experiment", "optimizer"):
         yield from (f"{group}={option}" for option in options(group))
-    for heads in options("heads"):
-        folder, _, name = heads.rpartition("/")
-        yield f"experiment={folder} heads={name}" if folder else f"heads={name}"
     columns = [[f"{group}={option}" for option in options(group)] for group in INDEPENDENT]
     for row in itertools.zip_longest(*columns):
         yield " ".join(word for word in row if word)
@@ -179,9 +176,32 @@ def test_options_compose_and_carry_their_own_names(words: str) -> None:
             assert getattr(config, group).name == name
 
 
+def test_every_option_of_heads_is_a_cell_of_an_experiment() -> None:
+    """So test_every_cell_of_every_experiment composes it."""
+    chosen = set()
+    for experiment in options("experiment"):
+        for axis in own_axes(experiment):
+            if axis.key == "heads":
+                chosen |= {heads_option(word, experiment) for word in axis.values}
+    assert chosen == {*options("heads")}
+
+
 def test_cells_that_were_recorded_are_found_by_their_presets() -> None:
-    found = {words: {*cell_hashes(compose(words.split()))} for words in HASHES}
+    found = {words: {*cell_hashes(compose(words_of_cell(words)))} for words in HASHES}
     assert found == {words: {*names} for words, names in HASHES.items()}
+
+
+def words_of_cell(words: str) -> list[str]:
+    """Return the overrides of a recorded cell.
+
+    A row beside a table's own model is that of an experiment which lays out all of them: their
+    compositions are shared with test_every_cell_of_every_experiment.
+    """
+    experiment, *others = words.split() or [""]
+    laid_out = f"{experiment.removeprefix('experiment=')}_baselines"
+    if others and laid_out in options("experiment"):
+        return [f"experiment={laid_out}", *others]
+    return words.split()
 
 
 def test_an_experiment_whose_name_had_its_heads_in_it_is_refused_with_the_words_for_it() -> None:
@@ -195,7 +215,9 @@ def test_an_experiment_whose_name_had_its_heads_in_it_is_refused_with_the_words_
 
 def test_heads_are_those_of_the_experiment_or_of_any() -> None:
     assert compose(["experiment=pg19", "heads=local"]).model.layers == 24
-    assert compose(["experiment=pg19_baselines", "heads=local"]).model.layers == 24
+    assert compose(["experiment=pg19_baselines", "heads=local"]) == compose(
+        ["experiment=pg19", "heads=local"]
+    )
     assert compose(["experiment=pg19", "heads=full"]).model.layers == 22
     assert compose(["heads=full"]).model.base == "full"
     assert compose(["experiment=mqar", "heads=null"]) == compose(["experiment=mqar"])
@@ -252,15 +274,21 @@ def test_a_model_writes_its_own_keys(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_names_its_source_and_how_to_train_it(model: str) -> None:
+def test_a_model_names_its_source_and_a_command(model: str) -> None:
     lines = header("model", model)
     titles = ["# Source: "]
     if model not in ("tiny", "modern", "recall", "encoder"):
         titles += ["# Score: ", "# The released code differs"]
     for title in titles:
         assert any(line.startswith(title) for line in lines), title
-    # Whatever is here, of 40 GiB.
-    config = with_values(compose(command_in(lines)), {"hardware.name": "gpu"})
+    check_overrides(command_in(lines))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_command_of_a_model_fits_a_gpu_of_40_gib(model: str) -> None:
+    composed = compose(command_in(header("model", model)))
+    # The command is planned for a GPU on every machine.
+    config = with_values(composed, {"hardware.name": "gpu"})
     vocabulary = 267_735 if config.model.cutoffs else 256
     assert choose_micro_batch(config, vocabulary, 40 * 2**30).fits
 
@@ -276,21 +304,24 @@ def test_a_model_is_as_published(model: str) -> None:
 @pytest.mark.parametrize(
     "model", ["rt10", "rt12", "rt22", "rt24", "rt24-imagenet64", "rt12-cifar10"]
 )
-def test_a_model_of_the_paper_selects_algorithm_1_and_the_command_line_another(model: str) -> None:
-    published = compose([f"model={model}"]).routing
-    assert (published.selection, published.keys, published.logit_scale) == (
-        "topk",
-        "shared",
-        "none",
-    )
-    assert (published.decay, published.attend_self, published.key_shift) == (0.999, True, 0)
-    chosen = compose([f"model={model}", "routing=causal"]).routing
+def test_a_model_of_the_paper_selects_algorithm_1(model: str) -> None:
+    routing = compose([f"model={model}"]).routing
+    assert (routing.selection, routing.keys, routing.logit_scale) == ("topk", "shared", "none")
+    assert (routing.decay, routing.attend_self, routing.key_shift) == (0.999, True, 0)
+
+
+def test_the_command_line_selects_another_algorithm_for_a_model_of_the_paper() -> None:
+    published = compose(["model=rt24"]).routing
+    config = compose(["model=rt24", "routing=causal"])
+    chosen = config.routing
     assert (chosen.selection, chosen.keys, chosen.key_shift) == ("causal", "tied", 1)
     assert (chosen.heads, chosen.layers, chosen.window) == (
         published.heads,
         published.layers,
         published.window,
     )
+    heads = "4 of 8 heads route in 24 of 24 layers"
+    assert routing_lines(config)[0].startswith(f"routing=causal: {heads}")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -319,24 +350,15 @@ ROUTINGS = [routing for routing in options("routing") if routing != "none"]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(
-    routing: str,
-) -> None:
-    for model in ("tiny", "rt24"):
-        config = compose([f"model={model}", f"routing={routing}"])
-        lines = routing_lines(config)
-        heads = (
-            "2 of 4 heads route in 2 of 4 layers"
-            if model == "tiny"
-            else "4 of 8 heads route in 24 of 24 layers"
-        )
-        assert lines[0].startswith(f"routing={routing}: {heads}")
-        said = {
-            "topk": "sees the future, as in the paper; routing=causal does not",
-            "exact": "all pairs",
-            "indexer": "all pairs",
-        }
-        assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
+def test_a_selection_has_its_own_rules_and_a_run_says_where_it_has_others(routing: str) -> None:
+    lines = routing_lines(compose(["model=tiny", f"routing={routing}"]))
+    assert lines[0].startswith(f"routing={routing}: 2 of 4 heads route in 2 of 4 layers")
+    said = {
+        "topk": "sees the future, as in the paper; routing=causal does not",
+        "exact": "all pairs",
+        "indexer": "all pairs",
+    }
+    assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
     changed = routing_lines(
         compose(["model=tiny", f"routing={routing}", "routing.logit_scale=unit"])
     )
@@ -370,6 +392,7 @@ def reduced(*overrides: str) -> Config:
     preset has it.
     """
     config = compose(overrides)
+    assert resolve(config) == config
     assert (config.routing.clusters or 0) * config.routing.window >= config.data.length
     images = config.data.name in IMAGE_SETS
     model = {
@@ -455,15 +478,17 @@ def test_presets_take_a_step(words: str) -> None:
 
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_cell_of_every_experiment(experiment: str) -> None:
-    laid_out = [
-        cell.overrides
-        for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))
-    ]
+    # The cells of other seeds are the same.
+    words = check_overrides([f"experiment={experiment}", "seed=0"], sweep=True)
+    laid_out = [cell.overrides for cell in lay_out(words)]
     # Cells that differ by these alone are one at reduced size, or take the same step.
-    sizes = ("routing.layers=", "routing.window=", "seed=", "optimizer.lr=")
+    sizes = ("routing.layers=", "routing.window=", "optimizer.lr=")
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)
     configs = [reduced(*cell) for cell in alike.values()]
+    for cell, config in zip(alike.values(), configs, strict=True):
+        for name in ROUTINGS:
+            assert f"heads={name}" not in cell or config.routing.selection == name
     # Cells that are equal at reduced size take one step.
     distinct = {str(to_dict(config)): config for config in configs}
     for config in distinct.values():

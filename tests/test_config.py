@@ -46,15 +46,6 @@ def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() ->
     assert compose(["routing=topk", "model=rt24"]).routing.logit_scale == "none"
 
 
-@pytest.mark.parametrize("rows", ["far_text", "mqar"])
-def test_rows_that_are_named_by_a_selection_have_it(rows: str) -> None:
-    names = ("causal", "exact", "blocks", "blocks_random", "indexer", "topk", "random")
-    found = {
-        name: compose([f"experiment={rows}", f"heads={name}"]).routing.selection for name in names
-    }
-    assert found == {name: name for name in names}
-
-
 def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins() -> None:
     lengths = {
         "data=cifar10": 3072,

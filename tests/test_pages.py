@@ -21,7 +21,8 @@ from tests.helpers.pages import PAGES, ROOT, PageCommand, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 OF_RTX = [command for command in COMMANDS if command.words[0] == "rtx"]
-BLOCKS = list(dict.fromkeys(command for command in OF_RTX if command.is_block))
+BLOCKS = list({tuple(command.words): command for command in OF_RTX if command.is_block}.values())
+"""A command that several pages show is read once."""
 MENTIONS = [command for command in OF_RTX if not command.is_block]
 GENERAL = ("--help", "--version")
 KINDS_OF_RUNS = {

@@ -211,11 +211,7 @@ def composed(words: tuple[str, ...]) -> DictConfig:
     Values have no types yet: `to_config` reads them.
     """
     load_plugins()
-    store = ConfigStore.instance()
-    store.store(name="schema", node=to_dict(Config()))
-    for name, data_set in SETS.items():
-        if data_set.defaults is not None:
-            store.store(group="data", name=name, node=dict(data_set.defaults))
+    store_schema()
     folder = str(conf_dir())
     with (
         user_errors(),
@@ -231,6 +227,19 @@ def composed(words: tuple[str, ...]) -> DictConfig:
 
 
 CACHES.append(composed.cache_clear)
+
+
+@functools.cache
+def store_schema() -> None:
+    """Give Hydra the schema and the defaults of registered data sets, once for all compositions."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=to_dict(Config()))
+    for name, data_set in SETS.items():
+        if data_set.defaults is not None:
+            store.store(group="data", name=name, node=dict(data_set.defaults))
+
+
+CACHES.append(store_schema.cache_clear)
 
 
 def load_plugins() -> None:

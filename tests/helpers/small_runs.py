@@ -406,5 +406,7 @@ def after(step: int) -> Callable[[Path], bool]:
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Leave pictures out of reports and of analyses of patterns: each takes a third of a second."""
-    patch.setattr("rtx.report.contents.plots_of", lambda *records: [])
+    for name in ("plots_of", "pretrained_plots"):
+        patch.setattr(f"rtx.report.contents.{name}", lambda *records: [])
+    patch.setattr("rtx.report.contents.bits_and_time", lambda *records: None)
     patch.setattr("rtx.commands.analyses.patterns.draw_maps", lambda rows, maps: b"")

@@ -13,7 +13,6 @@ import yaml
 
 from rtx.analysis.cost import cost
 from rtx.data.catalog import vocabulary_size
-from rtx.report.contents import build
 from rtx.report.paper import SOURCES, allowed, paper_tables, table_of
 from rtx.report.run_records import collect
 from rtx.report.score_rows import rows_by_protocol
@@ -24,6 +23,7 @@ from rtx.settings.presets import conf_dir, options
 from rtx.settings.schema import all_fields, flat, to_dict, with_values
 from rtx.sweeps.cells import lay_out
 from tests.helpers.records import IMAGES, config, write_eval, write_run
+from tests.helpers.reports import without_plots
 
 TABLES = {table.number: table for table in paper_tables()}
 OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
@@ -276,9 +276,7 @@ def test_a_difference_where_the_paper_is_silent_is_said_and_forbids_no_compariso
     made = config("cifar10", model__dropout=0.1)
     write_eval(write_run(tmp_path, made, bits=None, data=IMAGES, step=200_000), 3.0)
     (table,) = [
-        table
-        for table in build(collect([tmp_path]), "").tables
-        if table.title.startswith("Table 1.")
+        table for table in without_plots(tmp_path).tables if table.title.startswith("Table 1.")
     ]
     assert table.rows[0]["difference"] == pytest.approx(3.0 - 2.971)
     silent = "Where the paper is silent or its code differs: "
@@ -311,7 +309,7 @@ def test_scores_of_other_settings_and_protocols_have_no_difference(
     groups = rows_by_protocol(collect([tmp_path]).cells)
     (row,) = [row for group in groups if group.protocol for row in group.rows]
     assert said in departures(row, TABLES[1])
-    tables = build(collect([tmp_path]), "").tables
+    tables = without_plots(tmp_path).tables
     assert [
         row["difference"]
         for table in tables
@@ -367,7 +365,7 @@ def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
     assert "batch 8" in header("model/reformer.yaml")
     for name in ("imagenet64 heads=reformer", "imagenet64 heads=lsh", "imagenet64"):
         write_run(tmp_path, config(name), data={**IMAGES, "name": "imagenet64"})
-    report = build(collect([tmp_path]), "")
+    report = without_plots(tmp_path)
     assert report.answer and report.lines[0].endswith("see the future and are not ranked.")
     sights = {row["heads"]: row["sees_future"] for row in report.answer.rows}
     assert sights == {"lsh (reformer)": "yes", "lsh (causal)": "no", "routing (topk)": "yes"}

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from rtx.cli import main as cli
-from rtx.report.contents import Report, build
+from rtx.report.contents import Report
 from rtx.report.pretrained_comparisons import comparisons
 from rtx.report.pretrained_plots import lines_of
 from rtx.report.run_records import collect
@@ -18,6 +18,7 @@ from rtx.runs.pretrained_record import PretrainedRecord
 from rtx.runs.study import StudyLine, write_study
 from rtx.tables import Table
 from tests.helpers.records import CAUSAL, config, pretrained_record, write_run
+from tests.helpers.reports import built, without_plots
 
 TEXTS = {
     "book": {
@@ -71,7 +72,7 @@ def half(values: np.ndarray) -> float:
 
 
 def test_windows_of_all_texts_are_pooled_and_compared_in_pairs(folder: Path) -> None:
-    report = build(collect([folder]), "a report")
+    report = without_plots(folder)
     probed = row_of(report.answer, label="probed", k=8)
     assert probed["ours"] == pytest.approx(pooled(("probed", 8)).mean())
     assert probed["half"] == pytest.approx(half(pooled(("probed", 8))))
@@ -91,7 +92,7 @@ def test_windows_of_all_texts_are_pooled_and_compared_in_pairs(folder: Path) -> 
     with_other_window = json.loads(json.dumps(pretrained_record("poem", TEXTS["book"])))
     with_other_window["analyze"]["window"] = 16
     write(folder, "other000", with_other_window)
-    again = build(collect([folder]), "a report")
+    again = without_plots(folder)
     assert row_of(again.answer, label="probed", k=8) == probed, "other settings are not pooled"
     assert len(again.tables) == 2 + 3
 
@@ -134,15 +135,15 @@ def test_a_study_file_and_a_folder_above_give_the_same_report(folder: Path, tmp_
     def tables(report: Report) -> list[Any]:
         return [table.rows for table in report.every_table()]
 
-    expected = tables(build(collect([folder]), ""))
+    expected = tables(without_plots(folder))
     for place in (study, folder.parent, tmp_path):
-        assert tables(build(collect([place]), "")) == expected
+        assert tables(without_plots(place)) == expected
 
 
 def test_further_choices_on_one_text_are_not_pooled_with_those_of_all_texts(folder: Path) -> None:
     further = {("none", 64): [1.9, 1.8], ("exact", 16): [0.01, 0.02]}
     write(folder, "further0", pretrained_record("code", further))
-    report = build(collect([folder]), "a report")
+    report = built(folder)
     assert report.answer and {row["k"] for row in report.answer.rows} == {4, 8, 64}
     assert row_of(report.answer, label="exact", k=8)["seeds"] == 5
     (of_code,) = [table for table in report.tables if table.title.endswith("64, code")][:1]
@@ -153,7 +154,7 @@ def test_further_choices_on_one_text_are_not_pooled_with_those_of_all_texts(fold
 
 def test_runs_and_pretrained_models_share_a_report(folder: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "runs", config("far_text heads=causal", **CAUSAL))
-    report = build(collect([tmp_path]), "")
+    report = without_plots(tmp_path)
     titles = [table.title for table in report.every_table()]
     assert any(title.startswith("Loss with each selection: small") for title in titles)
     assert any(title.startswith("Environment") for title in titles)
@@ -176,7 +177,7 @@ def test_damaged_records_are_left_out_with_a_line(folder: Path) -> None:
 
 def test_few_windows_give_differences_without_a_verdict(tmp_path: Path) -> None:
     write(tmp_path, "00000000", pretrained_record("book", TEXTS["book"]))
-    report = build(collect([tmp_path]), "")
+    report = without_plots(tmp_path)
     row = row_of(report.tables[0], label="probed", k=8)
     differences = np.array(TEXTS["book"]["probed", 8]) - np.array(TEXTS["book"]["exact", 8])
     assert row["verdict"] == "too few windows"

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from rtx.cli import main as cli
-from rtx.report.contents import Report, build
+from rtx.report.contents import Report
 from rtx.report.formats import save_plots
 from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean
-from rtx.report.run_records import collect
 from rtx.tables import Table, text_of
 from tests.helpers.records import (
     CAUSAL,
@@ -33,12 +32,9 @@ from tests.helpers.records import (
     write_eval,
     write_run,
 )
+from tests.helpers.reports import built, without_plots
 
 Captured = pytest.CaptureFixture[str]
-
-
-def built(folder: Path) -> Report:
-    return build(collect([folder]), "a report")
 
 
 def column(table: Table | None, key: str) -> list[Any]:
@@ -109,7 +105,7 @@ def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_pa
         write_run(
             tmp_path, config("far_text heads=causal", seed=4, **values), bits=1.0, state="running"
         )
-    report = built(write_kinds(tmp_path, seeds=4))
+    report = without_plots(write_kinds(tmp_path, seeds=4))
     assert (
         column(report.answer, "seeds") == [4, 4, 4, 4] and min(column(report.answer, "ours")) > 1.0
     )
@@ -138,7 +134,7 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
             config("far_text heads=causal", seed=seed, **LOCAL),
             bits=2.5 + 0.01 * (seed % 2),
         )
-    answer = built(tmp_path).answer
+    answer = without_plots(tmp_path).answer
     assert (
         answer
         and answer.lines[1]
@@ -151,7 +147,7 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
             "far_text heads=causal", optimizer__lr=lr, seed=seed + 10 * (lr == 0.2), **values
         )
         write_run(tmp_path / "few", made, bits=2.0 + lr)
-    assert built(tmp_path / "few").headline.startswith(
+    assert without_plots(tmp_path / "few").headline.startswith(
         "Not certain: of several rows of a kind one is chosen, and no seeds are"
     ), "rows without a seed in common choose on no equal terms"
 
@@ -222,13 +218,13 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(
 
 
 def test_a_grid_of_five_seeds_has_a_verdict_on_its_lowest_row(tmp_path: Path) -> None:
-    report = built(write_grid(tmp_path, seeds=5))
+    report = without_plots(write_grid(tmp_path, seeds=5))
     said = "Lowest mean: routing (exact): heads=1 layers=1 window=32; better than 7 of 7 other rows"
     assert report.headline == f"{said} (Holm's correction over 28 pairs)."
     assert report.noise.startswith(
         "Verdicts are for the windows scored: on other data a score may move by its"
     )
-    report = built(write_grid(tmp_path / "few", seeds=3))
+    report = without_plots(write_grid(tmp_path / "few", seeds=3))
     assert report.headline == "Not certain: a verdict takes 5 seeds a row, and here are 3."
     assert report.noise.startswith("Differences below about 0.226 bits/byte are within the noise")
 
@@ -247,7 +243,7 @@ def test_runs_that_differ_by_keys_that_they_do_not_read_are_one_row(tmp_path: Pa
                 routing__clusters=clusters,
             )
             write_run(tmp_path / "exact" / str(clusters), made, bits=2.9)
-    report = build(collect([tmp_path / kind for kind in ("local", "full", "exact")]), "")
+    report = without_plots(*(tmp_path / kind for kind in ("local", "full", "exact")))
     rows = rows_of(report, "Scores of all rows")
     assert column(rows, "run") == ["routing (exact)", "local", "full"] and column(
         rows, "seeds"
@@ -266,9 +262,9 @@ def test_a_run_at_work_is_no_damaged_one(tmp_path: Path) -> None:
     status = json.loads((run / "status.json").read_text())
     del status["final"]
     (run / "status.json").write_text(json.dumps(status))
-    assert built(tmp_path).problems == [] and built(tmp_path).headline.startswith(
-        "Not certain: no run has ended"
-    )
+    report = built(tmp_path)
+    assert report.problems == []
+    assert report.headline.startswith("Not certain: no run has ended")
 
 
 def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
@@ -326,9 +322,9 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
             step=200_000,
         )
         write_eval(run, 4.1, length=8192, perplexity_per_word=35.0 + seed, baselines={"xz": 5.0})
-    words, table = (
-        rows_of(built(tmp_path), title) for title in ("Table 5. PG-19", "Table 1. CIFAR-10")
-    )
+    report = without_plots(tmp_path)
+    words = rows_of(report, "Table 5. PG-19")
+    table = rows_of(report, "Table 1. CIFAR-10")
     mine, simple = [row for row in words.rows if row.get("ours") != "not run"]
     assert simple == {"run": "baseline: xz", "bits": 5.0}
     assert mine["ours"] == 35.5 and mine["difference"] == pytest.approx(35.5 - 33.2)
@@ -338,8 +334,7 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
     assert mine["difference"] == pytest.approx(3.05 - 2.971)
     assert (
         table.notes
-        and "1 of 27 rows, 1 of them"
-        in column(rows_of(built(tmp_path), "The paper's tables"), "run")[0]
+        and "1 of 27 rows, 1 of them" in column(rows_of(report, "The paper's tables"), "run")[0]
     )
     write_eval(
         write_run(
@@ -347,7 +342,7 @@ def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_t
         ),
         4.0,
     )
-    table = rows_of(built(tmp_path), "Table 1 with other settings")
+    table = rows_of(without_plots(tmp_path), "Table 1 with other settings")
     assert "difference" not in table.rows[0] and "5,000 steps done of 200,000" in table.lines[1]
 
 
@@ -359,7 +354,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     ]
     for run in runs:
         write_eval(run, 2.5, baselines={"order-2": 4.0})
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     tables = [table for table in report.every_table() if table.title.startswith("Scores")]
     rows = [
         (table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"])
@@ -369,7 +364,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     assert "order-2" not in report.headline
     for run in runs:
         write_eval(run, 2.5, baselines={"xz": 1.5})
-    assert built(tmp_path).lines[-1] == (
+    assert without_plots(tmp_path).lines[-1] == (
         "The simple baseline xz (1.500 bits/byte) is ahead of every model."
     )
 
@@ -388,7 +383,9 @@ def test_a_run_evaluated_in_another_way_stays_with_the_others(
     write_eval(first, 3.1, split="valid" if manner else "test", **manner)
     second = write_run(tmp_path, config("smoke", routing__heads=1), bits=3.5)
     both, other = [
-        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+        table
+        for table in without_plots(tmp_path).tables
+        if table.title.startswith("Scores of all rows")
     ]
     assert column(both, "ours") == [3.4, 3.5] and column(other, "ours") == [3.1]
     assert column(other, "sees_future") == [
@@ -396,7 +393,9 @@ def test_a_run_evaluated_in_another_way_stays_with_the_others(
     ]
     write_eval(second, 3.2, split="valid" if manner else "test", **manner)
     tables = [
-        table for table in built(tmp_path).tables if table.title.startswith("Scores of all rows")
+        table
+        for table in without_plots(tmp_path).tables
+        if table.title.startswith("Scores of all rows")
     ]
     assert len(tables) == (2 if manner else 1), (
         "evaluations of the same manner take the place of closing validations"
@@ -419,7 +418,7 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
         if threads == 2:
             del made["routing"]["merge"]  # as of a version without this key
         run = write_run(tmp_path, made, bits=bits)
-    table = rows_of(built(tmp_path), "Scores of all rows")
+    table = rows_of(without_plots(tmp_path), "Scores of all rows")
     assert column(table, "run") == [
         "local",
         "routing (causal): window=64",
@@ -432,7 +431,9 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
     assert column(table, "note")[1] == "seed 0: mean of 2 runs"
     write_eval(run, 3.2, checkpoint={"name": "last", "step": 2000})
     write_eval(run, 3.1, checkpoint={"name": "best", "step": 1500})
-    scored = next(table for table in built(tmp_path).tables if column(table, "ours") == [3.1])
+    scored = next(
+        table for table in without_plots(tmp_path).tables if column(table, "ours") == [3.1]
+    )
     assert any(
         "1 of 1 score is of a checkpoint before the run's last step" in line
         for line in scored.lines
@@ -450,7 +451,7 @@ def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_f
         }
         write_run(tmp_path, config("mqar heads=exact", seed=seed), bits=2.0, **told)
     write_run(tmp_path, config("mqar heads=full"), bits=1.0, accuracy=1.0)
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     for table in (report.answer, rows_of(report, "Scores of all rows")):
         assert column(table, "accuracy") == [1.0, pytest.approx(0.6)]
         assert column(table, "accuracy, pairs 4") == [None, pytest.approx(0.7)]
@@ -479,7 +480,7 @@ def test_table_6_has_the_papers_divergences_beside_ours_layer_by_layer_and_in_th
     assert f"divergence-{run.name}" in [plot.name for plot in report.plots]
     made = config("wikitext103", routing__layers=1)
     write_divergence(write_run(tmp_path / "less", made, data=words))
-    less = rows_of(built(tmp_path / "less"), "Table 6 with other settings than the paper's")
+    less = rows_of(without_plots(tmp_path / "less"), "Table 6 with other settings than the paper's")
     assert "Not the paper's setting: routing.layers=1 (paper: as model.layers)." in less.lines
     write_divergence(write_run(tmp_path / "other", config("smoke")), layers=4)
     (table,) = [
@@ -551,10 +552,7 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
     assert "not started" in page and "killed" in page and "rtx train -m seed=1,2" in page
 
 
-def test_heat_maps_of_different_selections_are_panels_of_their_own_and_a_plot_is_saved(
-    tmp_path: Path,
-) -> None:
-    assert save_plots([tmp_path]) == "", "runs that have none"
+def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Path) -> None:
     for selection, heads, layers in itertools.product(("topk", "causal"), (1, 2), (1, 2)):
         sizes = {"routing__heads": heads, "routing__layers": layers}
         bits = 3.0 + 0.01 * (selection == "topk") + 0.02 * heads * layers - 0.02
@@ -570,7 +568,12 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own_and_a_plot_is
     ends = [float(number) for number in scale if len(number) < 5]
     assert min(ends) <= 3.01 and max(ends) >= 3.06, "the colour bar has all of the range"
     assert "1 seed a cell; differences below about 0.057 bits/byte" in plot.svg
-    saved = tmp_path / "heads-by-layers.png"
+
+
+def test_the_first_plot_of_runs_is_saved_in_their_folder(tmp_path: Path) -> None:
+    assert save_plots([tmp_path]) == "", "runs that have none"
+    write_divergence(write_run(tmp_path, config("smoke")), layers=2)
+    saved = tmp_path / "curves.png"
     assert save_plots([tmp_path]) == str(saved) and saved.read_bytes()[:4] == b"\x89PNG"
     saved.unlink()
     saved.mkdir()

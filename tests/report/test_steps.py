@@ -1,6 +1,5 @@
 """Step times beside the paper's."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.helpers.records import (
     write_record,
     write_run,
 )
+from tests.helpers.reports import without_plots
 
 
 def timed(*rows: dict[str, Any]) -> StepRecord:
@@ -59,17 +59,15 @@ def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
         timed_row(400.0, "far_text heads=causal", "ids drawn at random", **FULL),
     ]
     write_record(tmp_path, steps_record(*rows))
-    assert cli.main(["report", str(tmp_path)]) == 0
-    answer = json.loads((tmp_path / "report" / "report.json").read_text())["tables"][0]
-    paces = {row["heads"]: round(row["steps_per_second"], 2) for row in answer["rows"]}
+    answer = without_plots(tmp_path).answer
+    assert answer is not None
+    paces = {row["heads"]: round(row["steps_per_second"], 2) for row in answer.rows}
     assert paces == {"local": 10.0, "full": 2.5, "routing (causal)": 7.0}
     assert (
         "Steps/s of routing (causal) were measured in training, not timed in turn."
-        in answer["lines"][0]
+        in answer.lines[0]
     )
-    assert (
-        "Steps/s of full may not be those of training (ids drawn at random)." in answer["lines"][0]
-    )
+    assert "Steps/s of full may not be those of training (ids drawn at random)." in answer.lines[0]
 
 
 def test_failed_rows_rows_without_a_local_one_and_other_rows_stand_with_a_reason() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rtx.cli import main as cli
-from rtx.report.contents import Report, build
+from rtx.report.contents import Report
 from rtx.report.curves import (
     BUDGETS,
     NO_VALIDATION,
@@ -44,13 +44,9 @@ from tests.helpers.records import (
     write_record,
     write_run,
 )
+from tests.helpers.reports import built, without_plots
 
 RANDOM = {"routing__selection": "random"}
-
-
-def built(folder: Path) -> Report:
-    found = collect([folder])
-    return build(found, "a report")
 
 
 def table_of(report: Report, start: str) -> Table:
@@ -129,7 +125,7 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     write_row(tmp_path, CAUSAL, pace=0.4, above=0.02)
     write_row(tmp_path, LOCAL, pace=0.3, above=0.5)
     write_row(tmp_path, RANDOM, pace=0.4, above=0.6)
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     assert report.answer is not None
     start = "At length 2,048, routing (causal) reaches 2.36 bits in 0.45"
     assert report.headline.startswith(start) and len(report.lines) == 3
@@ -154,16 +150,13 @@ def test_the_top_of_a_report_is_a_sentence_and_a_line_for_each_rival(
     equal = table_of(report, "Loss at equal time, against full")
     assert cells(equal, "routing (causal)")[0] == "13.3 min"
     assert cells(equal, "routing (causal)")[-1].startswith("better \N{MINUS SIGN}0.")
-    assert [plot.name for plot in report.plots] == ["time", "curves"]
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith(" ".join([report.headline, *report.lines]))
     page = (tmp_path / "report" / "report.md").read_text()
-    places = [
-        page.index(part)
-        for part in (report.headline, report.lines[-1], "](time.png)", "## Scores by kind of heads")
-    ]
-    assert places == sorted(places)
+    parts = (report.headline, report.lines[-1], "](time.png)", "## Scores by kind of heads")
+    places = [page.index(part) for part in (*parts, "](curves.png)")]
+    assert places == sorted(places) and page.count(".png)") == 2
     exported = json.loads((tmp_path / "report" / "report.json").read_text())
     assert exported["lines"] == report.lines
 
@@ -194,14 +187,14 @@ def test_headlines_name_the_winner_in_twenty_words(
     start: str,
 ) -> None:
     write_speeds(tmp_path, causal, above)
-    headline = built(tmp_path).headline
+    headline = without_plots(tmp_path).headline
     assert headline.startswith(f"At length 2,048, {start}"), headline
     assert len(headline.split()) <= 20
 
 
 def test_too_few_seeds_have_numbers_and_no_verdict(tmp_path: Path) -> None:
     write_speeds(tmp_path, 0.5, 0.0, seeds=4)
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     assert (
         report.headline.startswith("Not certain: ")
         and "a verdict takes 5 seeds; here 4" in report.headline
@@ -227,7 +220,7 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, LOCAL, pace=0.5, above=0.1, environment={"host": "here"})
     write_row(tmp_path, {**CAUSAL, **values}, pace=0.5, environment={"host": "here", **facts})
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     times = table_of(report, "Time to a loss, against full")
     assert cells(times, "routing (causal)") == ["no ratio"] * 4
     assert f"routing (causal): no ratio, {why} than full." in times.lines
@@ -235,7 +228,6 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
         "faster"
     )
     assert "times not compared" in report.lines[0]
-    assert "5 runs with other machine, threads or engine left out" in report.plots[0].caption
 
 
 def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) -> None:
@@ -247,7 +239,7 @@ def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) 
         if cell.seed == "3" and cell.config["routing.heads"]
     )
     (moved.folder / "resumes.jsonl").write_text(json.dumps({"host": "there", "changed": {}}) + "\n")
-    times = table_of(built(tmp_path), "Time to a loss")
+    times = table_of(without_plots(tmp_path), "Time to a loss")
     assert cells(times, "routing (causal)") == ["0.50, too few seeds"] * 4
     assert times.lines[-1].startswith(
         "routing (causal): 2 runs without a run of full with the same seed, machine"
@@ -262,7 +254,7 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
             made = config("far_text heads=causal", seed=seed, **values)
             speed = 4.0 if values is FULL else 12.0
             write_run(tmp_path, made, bits=2.0 + above + 0.01 * (seed * 3 % 5), speed=speed)
-    times = table_of(built(tmp_path), "Time to a loss")
+    times = table_of(without_plots(tmp_path), "Time to a loss")
     assert (
         "Seconds were not recorded: they are steps over the median pace of each run." in times.lines
     )
@@ -274,7 +266,7 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
     ]
     del rows[0]["config"]["routing"]["merge"]  # as of a version without this key
     write_record(tmp_path, steps_record(*rows))
-    times = table_of(built(tmp_path), "Time to a loss")
+    times = table_of(without_plots(tmp_path), "Time to a loss")
     assert (
         "steps over a pace timed in turn (CPU, 1 thread); its error is in the verdicts."
         in times.lines[1]
@@ -282,13 +274,13 @@ def test_seconds_of_older_runs_are_steps_over_a_pace_and_its_error_is_in_the_ver
     assert cells(times, "routing (causal)")[0].startswith("slower 2.")
     rows[1]["ms_turns"] = [20.0, 200.0, 2000.0]
     write_record(tmp_path, steps_record(*rows, time="2027"), "b")
-    assert cells(table_of(built(tmp_path), "Time to a loss"), "routing (causal)")[0].startswith(
-        "tied 2."
-    )
+    assert cells(table_of(without_plots(tmp_path), "Time to a loss"), "routing (causal)")[
+        0
+    ].startswith("tied 2.")
     rows[1]["reason"] = "ids drawn at random"
     write_record(tmp_path, steps_record(*rows, time="2028"), "c")
     assert "routing (causal): no ratio, timed in another way than full." in (
-        table_of(built(tmp_path), "Time to a loss").lines
+        table_of(without_plots(tmp_path), "Time to a loss").lines
     )
 
 
@@ -297,7 +289,7 @@ def test_a_rate_that_decays_is_told_beside_losses_at_equal_time(tmp_path: Path) 
         write_row(tmp_path, {**values, "optimizer__schedule": "cosine"}, pace=1.0)
     assert (
         "The learning rate is not constant"
-        in table_of(built(tmp_path), "Loss at equal time").lines[0]
+        in table_of(without_plots(tmp_path), "Loss at equal time").lines[0]
     )
 
 
@@ -340,6 +332,10 @@ def tables(runs: list[Runs]) -> list[dict[tuple[str, float], Finding]]:
     return [findings_of(times), findings_of(gaps)]
 
 
+FASTER_TABLES = 100
+"""Simulated tables with a row that is faster; their share has a bound that is far from it."""
+
+
 @pytest.mark.parametrize("seeds", [5, 10])
 @pytest.mark.parametrize(("rows", "count"), [(2, 600), (5, 200)])
 @pytest.mark.parametrize("paired", [True, False], ids=["shared", "apart"])
@@ -348,25 +344,26 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
 ) -> None:
     rng = np.random.default_rng(rows + seeds)
     false = np.zeros(2)
-    power = np.zeros(2)
     for _ in range(count):
         for at, table in enumerate(tables(simulated(rng, rows, seeds, paired))):
             false[at] += any(
                 one.comparison.verdict in ("better", "behind") for one in table.values()
             )
+    power = np.zeros(2)
+    for _ in range(FASTER_TABLES):
         for at, table in enumerate(tables(simulated(rng, rows, seeds, paired, faster=0.5))):
             power[at] += any(
                 table[key].comparison.verdict == "better" for key in table if key[0] == "1"
             )
     shares = ", ".join(
         f"{wrong:.1%} false, {right:.0%} found"
-        for wrong, right in zip(false / count, power / count, strict=True)
+        for wrong, right in zip(false / count, power / FASTER_TABLES, strict=True)
     )
     print(
         f"{rows} rows, {seeds} seeds (time to a loss; loss at equal time, half the time): {shares}"
     )
     bound = 0.05 + 3 * (0.05 * 0.95 / count) ** 0.5
-    assert max(false / count) <= bound and min(power / count) > 0.5
+    assert max(false / count) <= bound and min(power / FASTER_TABLES) > 0.5
 
 
 def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
@@ -379,7 +376,7 @@ def test_a_tie_in_time_does_not_hide_who_ends_ahead(tmp_path: Path) -> None:
             }
             made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=curve[2000][1] + 0.002 * (seed * 3 % 5), curve=curve)
-    headline = built(tmp_path).headline
+    headline = without_plots(tmp_path).headline
     assert headline.startswith("At length 2,048, routing (causal) ends 0.200 ± ")
     assert headline.endswith("bits/byte ahead of local; time to 2.23 bits tied.")
     assert len(headline.split()) <= 20
@@ -391,7 +388,9 @@ def test_runs_that_share_no_machine_have_tables_without_a_ratio_in_every_format(
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, CAUSAL, pace=0.5, above=0.1, environment={"host": "there"})
     assert cli.main(["report", str(tmp_path)]) == 0
-    report = built(tmp_path)
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "5 runs with other machine, threads or engine left out" in page
+    report = without_plots(tmp_path)
     apart = "0.100 ± 0.000 bits/byte in the closing score"
     assert (
         report.headline == f"At length 2,048, full attention wins by {apart} over routing (causal)."
@@ -485,7 +484,7 @@ def test_rows_without_a_seed_in_common_are_not_compared_in_time(tmp_path: Path) 
         for seed in range(first, first + 5):
             made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, curve={100: (10.0, 4.0), 200: (20.0, 3.0)})
-    notes = table_of(built(tmp_path), "Time to a loss").lines
+    notes = table_of(without_plots(tmp_path), "Time to a loss").lines
     assert "routing (causal): no ratio, no seed in common with full." in notes
 
 

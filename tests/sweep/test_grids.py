@@ -88,8 +88,8 @@ def test_axes_of_the_command_line_replace_those_of_a_file() -> None:
 def test_experiments_and_heads_are_axes() -> None:
     names = [config.name for config in configs("experiment=smoke,null", "seed=1,2")]
     assert names == ["smoke", "smoke", "rtx", "rtx"]
-    assert len(cells("experiment=enwik8,enwik8_baselines")) == 7
-    assert len(cells("experiment=enwik8", "heads=routing,full")) == 2
+    assert len(cells("experiment=cifar10,cifar10_baselines")) == 4
+    assert len(cells("experiment=cifar10", "heads=local,full")) == 2
 
 
 def test_a_cell_is_named_by_what_is_swept() -> None:

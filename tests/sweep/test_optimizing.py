@@ -67,7 +67,8 @@ def halving(sweep: Sweep, tmp_path: Path) -> Sweep:
     plugins = tmp_path / "plugins" / "hydra_plugins"
     plugins.mkdir(parents=True)
     (plugins / "halving.py").write_text(SWEEPER)
-    sweep.patch.setenv("PYTHONPATH", str(plugins.parent))
+    checkout = os.environ["PYTHONPATH"]
+    sweep.patch.setenv("PYTHONPATH", os.pathsep.join([str(plugins.parent), checkout]))
     sweep.patch.setenv("FAILS_ABOVE", "2")
     return sweep
 
@@ -82,32 +83,33 @@ def ask(*words: str) -> tuple[int, str]:
     return process.returncode, printed
 
 
-def test_a_sweeper_gets_the_score_of_each_cell_and_none_runs_twice(halving: Sweep) -> None:
-    code, printed = ask("name=search", "hydra.sweeper.rounds=4")
+def test_a_sweeper_gets_the_score_of_each_cell_also_of_one_that_was_done_before(
+    halving: Sweep,
+) -> None:
+    words = ("name=search", "hydra.sweeper.rounds=4")
+    halving.patch.setenv("FAILS_ABOVE", "1")
+    code, printed = ask(*words)
+    assert code == 1, "a cell that fails is the sweeper's to judge"
+    done, failed = table(printed)
+    assert done[1] == "done" and failed[1] == "failed" and "the loss is NaN" in " ".join(failed)
+    halving.patch.setenv("FAILS_ABOVE", "2")
+    code, printed = ask(*words, "sweep.retry=true")
     assert code == 0
-    # Both ends, then a middle in each of three rounds.
-    rates = [words[-1] for words, _ in halving.started]
+    # Both ends, the one that had failed, then a middle in each of three rounds.
+    rates = [arguments[-1] for arguments, _ in halving.started]
     assert rates == [
         "optimizer.lr=0.0625",
+        "optimizer.lr=1.0625",
         "optimizer.lr=1.0625",
         "optimizer.lr=0.5625",
         "optimizer.lr=0.3125",
         "optimizer.lr=0.1875",
     ]
-    assert len(table(printed)) == 5 and "cells as the sweeper draws them" in printed
+    rows = table(printed)
+    assert len(rows) == 5 and "cells as the sweeper draws them" in printed
+    assert rows[0][:3] == ["optimizer.lr=0.0625", "done", "before"]
     best = printed.rpartition("\ncell ")[2].splitlines()[1]
     assert best.split()[0] in ("optimizer.lr=0.1875", "optimizer.lr=0.3125")
-    again, printed = ask("name=search", "hydra.sweeper.rounds=4")
-    assert again == 0 and len(halving.started) == 5
-    assert [row[1:3] for row in table(printed)] == [["done", "before"]] * 5
-
-
-def test_a_cell_that_fails_is_the_sweepers_to_judge(halving: Sweep) -> None:
-    halving.patch.setenv("FAILS_ABOVE", "1")
-    code, printed = ask()
-    assert code == 1
-    done, failed = table(printed)
-    assert done[1] == "done" and failed[1] == "failed" and "the loss is NaN" in " ".join(failed)
 
 
 @pytest.mark.skipif(
