@@ -116,7 +116,7 @@ def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPat
         torch.manual_seed(3)
         result = gradients(model, tokens())
         result |= {
-            f"{i} {j}": x
+            f"{i} {j}": x.clone()
             for i, c in enumerate(all_centroids(model))
             for j, x in enumerate(c.statistics)
         }
