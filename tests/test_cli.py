@@ -88,6 +88,19 @@ def run_folder(folder: Path, *overrides: str, **status: object) -> str:
     return str(folder)
 
 
+TYPED = """
+import os, sys, rtx.cli.main, rtx.settings.requirements as needs
+needs.lacks_gpu_driver = lambda: True
+for line in sys.stdin:
+    words = line.split()
+    if words[0].startswith("RTX_RUN="):
+        os.environ["RTX_RUN"] = words.pop(0).removeprefix("RTX_RUN=")
+    print("->", rtx.cli.main.main(words), flush=True)
+print("torch" in sys.modules)
+"""
+"""Answers lines, the last of which may have a variable in front, as in a shell."""
+
+
 def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
     """Of runs by their records; nothing computes here, and answers come before torch does."""
     known = {"state": "done", "final": {"bits": 1.5, "unit": "byte"}}
@@ -142,17 +155,12 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
             "model.heads=1: a divergence is between two heads of a layer",
         ),
         (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
+        (f"RTX_RUN={running} train", 2, busy),
     )
-    program = (
-        "import sys, rtx.cli.main, rtx.settings.requirements as needs; needs.lacks_gpu_driver = "
-        "lambda: True\n"
-    )
-    program += "for line in sys.stdin: print('->', rtx.cli.main.main(line.split()), flush=True)\n"
-    program += "print('torch' in sys.modules)"
     with (tmp_path / "running" / "lock").open("a+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         shown = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", TYPED],
             input="".join(f"{line}\n" for line, _, _ in answers),
             env={**os.environ, "RTX_OUTPUTS": str(tmp_path / "outputs")},
             stdout=subprocess.PIPE,
@@ -166,22 +174,6 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
     assert codes == [code for _, code, _ in answers], shown
     for line, (_, _, said) in zip(lines, answers, strict=False):
         assert said in line
-
-
-def test_rtx_run_of_a_run_at_work_is_refused_without_torch(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "running", state="running")
-    with (tmp_path / "running" / "lock").open("a+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        shown = subprocess.run(
-            [sys.executable, "-m", "rtx", "train"],
-            env={**os.environ, "RTX_RUN": folder},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    assert shown.returncode == 2 and shown.stdout == ""
-    (line,) = shown.stderr.splitlines()
-    assert line.startswith(f"rtx: {folder} is in use by process {os.getpid()} on ")
 
 
 def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:

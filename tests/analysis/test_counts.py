@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -107,15 +106,6 @@ def test_a_part_in_which_nobody_reads_is_planned() -> None:
     assert plan.saved(config, 2) < 1.2 * plan.saved(
         compose([*SHRUNK, *LOCAL, "model.base=full"]), 2
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def objects_of_imports_aside() -> Iterator[None]:
-    """Keep what imports have made out of garbage collections, which would take most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)

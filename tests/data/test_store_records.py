@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,25 @@ from tests.helpers.made_sets import opened, prose
 LENGTH = 16
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, and with its store in `stores`."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "words.txt").write_bytes(prose(2_000))
+    opened(folder / "stores", "text", folder / "words.txt", LENGTH, tokenizer="words")
+    return folder
+
+
 @pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
-    (tmp_path / "words.txt").write_bytes(prose(2_000))
-    path = str(tmp_path / "words.txt")
+def data(made: Path) -> DataConfig:
+    path = str(made / "words.txt")
     return DataConfig(name="text", path=path, length=LENGTH, tokenizer="words")
 
 
 @pytest.fixture
-def store(data: DataConfig, root: Path) -> TokenStore:
+def store(made: Path, data: DataConfig, root: Path) -> TokenStore:
+    """A copy of the store, to be spoilt."""
+    shutil.copytree(made / "stores", root)
     return opened(root, "text", data.path, LENGTH, tokenizer="words")
 
 

@@ -248,56 +248,48 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, tmp_p
     assert not list(root.iterdir())
 
 
-STARTED = """
-import sys, time, pathlib
-from rtx.settings.schema import DataConfig
+WAITS = "waiting for another process, which is preparing it"
+MADE_LATE = f"""
+import sys, time
+from pathlib import Path
 from rtx.data import preparation
-from rtx.data.catalog import prepare_data
-if sys.argv[3] == "soft":
-    import errno, fcntl
-    def none(*arguments): raise OSError(errno.ENOSYS, "no flock")
-    fcntl.flock = none
-real, awaited = preparation.write_store, pathlib.Path(sys.argv[4])
-def fill(*words):
-    print("made", flush=True)
+sys.stdout.reconfigure(line_buffering=True)
+write_store = preparation.write_store
+def once_another_waits(*words):
+    print("made")
     end = time.monotonic() + 600
-    while not awaited.exists() and time.monotonic() < end:
+    while {WAITS!r} not in Path(ask["log"]).read_text() and time.monotonic() < end:
         time.sleep(0.01)
-    return real(*words)
-def report(line):
-    print(line, flush=True)
-    if "waiting for another process" in line:
-        awaited.touch()
-preparation.write_store = fill
-data = DataConfig(name="text", path=sys.argv[1], length=16)
-print(prepare_data(data, pathlib.Path(sys.argv[2]), report).fingerprint)
+    return write_store(*words)
+preparation.write_store = once_another_waits
+"""
+"""In a forked process: what it prints goes to a log, which it shares with the others."""
+NO_FLOCK = """
+import errno, fcntl
+def refuse(*words):
+    raise OSError(errno.ENOSYS, "no flock")
+fcntl.flock = refuse
 """
 
 
 @pytest.mark.parametrize("lock", ["flock", "soft"])
-def test_three_starts_at_once_make_one_store(data, root, tmp_path, lock):
+def test_three_starts_at_once_make_one_store(data, root, workshop, lock):
     """The first makes it as soon as another one waits."""
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        STARTED,
-        data.path,
-        str(root),
-        lock,
-        str(tmp_path / "awaited"),
+    inside = MADE_LATE
+    if lock == "soft":
+        inside += NO_FLOCK
+    words = ("data", "prepare", "data=text", f"data.path={data.path}", "data.length=16")
+    starts = [
+        workshop.fork(workshop.folder / lock, *words, inside=inside, RTX_DATA=str(root))
+        for _ in range(3)
     ]
-    runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [run.communicate(timeout=600)[0].splitlines() for run in runs]
-    assert [run.returncode for run in runs] == [0, 0, 0]
-    assert len({lines[-1] for lines in said}) == 1
-    assert sum(lines.count("made") for lines in said) == 1
-    assert any(
-        "waiting for another process, which is preparing it" in line
-        for lines in said
-        for line in lines
-    )
+    codes = [start.wait() for start in starts]
+    said = starts[0].log.read_text()
+    assert codes == [0, 0, 0], said
+    lines = said.splitlines()
+    assert lines.count("made") == 1 and WAITS in said
+    fingerprints = [line for line in lines if "fingerprint" in line]
+    assert len(fingerprints) == 3 and len(set(fingerprints)) == 1
 
 
 def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):

@@ -1,5 +1,6 @@
 """Small versions of all data sets: files in their schema, constants, and options for them."""
 
+import functools
 import gzip
 import hashlib
 import io
@@ -26,15 +27,22 @@ from rtx.settings.schema import DataConfig
 Made = list[str]  # the options of a set
 
 
-def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
-    """Return lines of made words, some frequent, some rare, some not ASCII."""
-    draw = random.Random(seed)
+@functools.cache
+def made_words(different: int) -> list[str]:
+    """Return made words, some of which are not ASCII."""
     stems = random.Random(7)
-    known = [
+    words = [
         "".join(stems.choices("abcdefghijklmnoprstuvwy", k=stems.randint(2, 9)))
         for _ in range(different)
     ]
-    known[::25] = [f"{word}é" for word in known[::25]]
+    words[::25] = [f"{word}é" for word in words[::25]]
+    return words
+
+
+def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
+    """Return lines of made words, some frequent, some rare, some not ASCII."""
+    draw = random.Random(seed)
+    known = made_words(different)
     chosen = draw.choices(known, weights=[1 / (rank + 1) for rank in range(different)], k=words)
     lines = [" ".join(chosen[start : start + 11]) for start in range(0, words, 11)]
     return "\n".join(line.capitalize() + "." for line in lines).encode() + b"\n"

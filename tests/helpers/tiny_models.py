@@ -16,6 +16,9 @@ from rtx.settings.schema import CLUSTERED, Config, DataConfig, ModelConfig, Rout
 Kind = dict[str, Any]
 """Options of `tiny_config`."""
 
+SHALLOW: Kind = {"layers": 2, "routing_layers": 1}
+"""A base layer, and one with routing heads."""
+
 VOCABULARY = 11
 SELECTIONS = ("causal", "topk", "random")
 POSITIONS = ("rotary", "shaw", "learned", "axial", "none")
@@ -136,17 +139,16 @@ STREAMED: list[Kind] = [
 
 
 def covering(kinds: list[Kind]) -> list[Kind]:
-    """Return the kinds that add a new value of some option, in order.
+    """Return a few kinds that together have every value of every option.
 
-    Together they have every value of every option.
+    The next one is always the kind with the most values that are still missing.
     """
     chosen: list[Kind] = []
-    covered: set[tuple[str, object]] = set()
-    for kind in kinds:
-        values = set(kind.items())
-        if values - covered:
-            chosen.append(kind)
-            covered |= values
+    missing = {value for kind in kinds for value in kind.items()}
+    while missing:
+        best = max(kinds, key=lambda kind: len(missing.intersection(kind.items())))
+        chosen.append(best)
+        missing.difference_update(best.items())
     return chosen
 
 

@@ -25,6 +25,7 @@ from rtx.analysis.pretrained.compare import Compared
 from rtx.errors import UserError
 from rtx.hf import Choice
 from rtx.hf.loading import load_model, origin_of
+from rtx.report.drawing import Plot
 from tests.helpers.small_runs import Workshop
 from tests.hf.small_models import (
     FAMILIES,
@@ -60,8 +61,17 @@ def analyzed(workshop: Workshop, *words: str) -> tuple[dict[str, Any], str]:
     return json.loads(Path(path).read_text()), printed
 
 
+@pytest.fixture
+def unplotted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no plots, which take most of the time of an analysis of a small model."""
+    monkeypatch.setattr(
+        "rtx.commands.analyses.pretrained.loss_plot",
+        lambda name, caption, lines: Plot(name, caption, "", b""),
+    )
+
+
 def test_the_command_compares_selections_on_a_text(
-    workshop: Workshop, folder: Path, book: Path
+    workshop: Workshop, folder: Path, book: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (f"model={folder}", "data=text", f"data.path={book}", *OPTIONS)
     options = ("keys=4,8", "selection=exact,probed,causal,blocks,lsh,random", "dense_layers=0,1")
@@ -90,10 +100,13 @@ def test_the_command_compares_selections_on_a_text(
         assert image.size[0] > 300
     place = workshop.folder / "out" / "pretrained" / folder.name
     assert f"next: rtx report {place}" in printed
+    # tests/report draws such plots.
+    monkeypatch.setattr("rtx.report.contents.pretrained_plots", lambda comparison: [])
     said = workshop.command("report", str(place))
     assert "with 8 further keys" in said and "random, 1 first layer dense" in said
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_dense_bits_are_those_of_transformers(workshop: Workshop, folder: Path, book: Path) -> None:
     words = (f"model={folder}", "data=text", f"data.path={book}", "length=64", "window=8")
     record, _ = analyzed(workshop, *words, "windows=2", "keys=4", "selection=exact")
@@ -111,6 +124,7 @@ def test_dense_bits_are_those_of_transformers(workshop: Workshop, folder: Path, 
     assert record["dense"]["bits"] == pytest.approx(sum(bits) / 2, abs=1e-4)
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_a_second_text_fits_the_centroids(workshop: Workshop, folder: Path, book: Path) -> None:
     words = (f"model={folder}", "data=text", f"data.path={book}", *OPTIONS)
     other = book.with_name("other.txt")
@@ -190,6 +204,7 @@ def test_keys_that_the_model_hides_are_neither_counted_nor_kept() -> None:
     torch.testing.assert_close(torch.stack(coverage.sinks).float(), sinks, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("unplotted")
 def test_without_weight_on_far_keys_no_share_is_kept(
     workshop: Workshop, book: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from tests.helpers.tiny_models import (
     HASHED,
     OTHERS,
     OWN_KEYS,
+    SHALLOW,
     Kind,
     covering,
     each_kind,
@@ -58,7 +59,7 @@ def test_tokens_get_it_in_models_of_the_other_kinds(kind: Kind) -> None:
 @torch.no_grad()
 def check_apart(kind: Kind) -> None:
     """Compare with documents read apart, whether or not heads choose from the prefix alone."""
-    model = tiny_model(**kind)
+    model = tiny_model(**SHALLOW, **kind)
     sees_future = kind.get("selection") == "topk" or kind.get("lsh") == "reformer"
     theirs_BN = apart(model, tokens())
     for streaming in (False, True):
@@ -80,7 +81,7 @@ LOOKING_BACK: Kind = {
 @pytest.mark.parametrize("recompute", [False, True])
 @each_kind([LOOKING_BACK, *MODERN])
 def test_training_and_recomputed_blocks_keep_to_documents(kind: Kind, recompute: bool) -> None:
-    model = tiny_model(**kind)
+    model = tiny_model(**SHALLOW, **kind)
     model.recompute = recompute
     model.train()
     nats_BN, _ = model.loss(tokens(), first_BN=FIRST_BN)

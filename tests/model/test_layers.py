@@ -386,7 +386,9 @@ def test_an_indexer_reads_everything_while_it_warms_up_and_then_a_window(attend_
 
 @pytest.mark.parametrize("warmup", [0, 1000])
 def test_an_indexer_learns_by_its_own_loss_alone(warmup: int) -> None:
-    model = tiny_model(selection="indexer", routing_warmup=warmup, positions="rotary").train()
+    one_layer = {"layers": 1, "routing_layers": 1}
+    options = {"selection": "indexer", "routing_warmup": warmup, "positions": "rotary"}
+    model = tiny_model(**one_layer, **options).train()
     own = {
         name: p for name, p in model.named_parameters() if name.endswith(("query_HDE", "key_HDE"))
     }

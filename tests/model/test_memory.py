@@ -95,7 +95,7 @@ def test_segments_are_one_pass_by_the_rule_and_streams_are_both(own: dict[str, A
         )
         found, _ = model.loss(tokens_BN)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    check_streams(model, tokens_BN, 0, 5, 6, 17)
+    check_streams(model, tokens_BN, 5, 17)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -239,12 +239,14 @@ def test_training_adds_the_loss_of_every_block_once_something_leaves() -> None:
     assert len(conv) == 3 and all(grad is not None and grad.any() for grad in conv)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_streams_read_what_is_compressed(kind: str) -> None:
-    model = tiny_model(length=6, compression=kind, **KEPT)
+@pytest.mark.parametrize(("kind", "prompts"), [("conv", (5, 17)), ("mean", (6,)), ("max", (0,))])
+def test_streams_read_what_is_compressed(kind: str, prompts: tuple[int, ...]) -> None:
+    """Prompts end within a segment, within a later one, with the first one, and before it."""
+    two_layers = {**KEPT, "layers": 2}
+    model = tiny_model(length=6, compression=kind, **two_layers)
     tokens_BN = tokens(length=33)
-    check_streams(model, tokens_BN, 0, 5, 6, 17)
-    less = tiny_model(length=6, compression=kind, **{**KEPT, "compressed": 2})
+    check_streams(model, tokens_BN, *prompts)
+    less = tiny_model(length=6, compression=kind, **{**two_layers, "compressed": 2})
     with torch.no_grad():
         (nats_BN, _), (fewer_BN, _) = (each.loss(tokens_BN) for each in (model, less))
     assert torch.equal(nats_BN[:, :12], fewer_BN[:, :12]) and not torch.equal(nats_BN, fewer_BN)

@@ -19,8 +19,9 @@ from rtx.training.start import initialise_from_data
 from tests.helpers.tiny_models import (
     BY_QUERY,
     COMMON,
-    EVERY,
     OTHERS,
+    SELECTIONS,
+    SHALLOW,
     Kind,
     covering,
     each_kind,
@@ -33,7 +34,7 @@ from tests.helpers.tiny_models import (
 
 @each_kind(covering([*COMMON, *OTHERS]))
 def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: Kind) -> None:
-    model = tiny_model(**kind, embedding=6).train()
+    model = tiny_model(**SHALLOW, **kind, embedding=6).train()
     found = gradients(model, tokens())
     assert set(found) == {name for name, _ in model.named_parameters()}
     for name, gradient in found.items():
@@ -49,7 +50,8 @@ def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: K
 
 def test_a_gradient_is_the_slope_of_the_loss() -> None:
     # Random heads: their memberships do not depend on the weights, so the loss is smooth.
-    model = tiny_model(selection="random", positions="shaw", embedding=6, ffn="geglu")
+    kind: Kind = {"selection": "random", "positions": "shaw", "embedding": 6, "ffn": "geglu"}
+    model = tiny_model(**SHALLOW, **kind)
     found = gradients(model, tokens())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -93,32 +95,28 @@ def test_dropout_is_for_training(kind: str) -> None:
     assert not torch.equal(model.loss(tokens())[0], model.loss(tokens())[0])
 
 
-@each_kind(
-    [
-        *(
-            {"selection": selection, "positions": "shaw", "routing_commitment": 0.1}
-            for selection in EVERY
-        ),
-        *(
-            {"base": base, "positions": "rotary", "routing_layers": 0}
-            for base in ("fixed", "lsh", "adaptive_span")
-        ),
-        {"ffn_parts": 5},
-        *covering(OTHERS),
-    ]
-)
+RECOMPUTED: list[Kind] = [
+    *(
+        {"selection": selection, "positions": "shaw", "routing_commitment": 0.1, "base": base}
+        for selection, base in zip(SELECTIONS, ("fixed", "lsh", "adaptive_span"), strict=True)
+    ),
+    {"ffn_parts": 5},
+    *covering(OTHERS),
+]
+
+
+@each_kind(RECOMPUTED)
 def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        blocks, "MAX_SCORES_CPU", 400
-    )  # attention, too, computes in pieces, and again
+    # Attention, too, computes in pieces, and again.
+    monkeypatch.setattr(blocks, "MAX_SCORES_CPU", 400)
     found: list[dict[str, Tensor]] = []
     options: Kind = {"dropout": 0.2, "attention_dropout": 0.2, "ffn_dropout": 0.2}
     for recompute in (False, True):
-        model = tiny_model(recompute=recompute, **kind, **options).train()
+        model = tiny_model(recompute=recompute, **SHALLOW, **kind, **options).train()
         torch.manual_seed(3)
         result = gradients(model, tokens())
         result |= {
-            f"{i} {j}": x
+            f"{i} {j}": x.clone()
             for i, c in enumerate(all_centroids(model))
             for j, x in enumerate(c.statistics)
         }
@@ -196,7 +194,7 @@ def test_weights_at_the_start_by_depth(positions: str) -> None:
 
 @pytest.mark.parametrize("selection", ["causal", "random", *BY_QUERY])
 def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> None:
-    model = tiny_model(length=44, selection=selection).train()
+    model = tiny_model(length=44, selection=selection, **SHALLOW).train()
     before_BN = tokens(length=44)
     after_BN = torch.cat([before_BN[:, :31], tokens(length=44, seed=1)[:, 31:]], dim=1)
     before, after = (model(x)[0][:, :32] for x in (before_BN, after_BN))
@@ -211,8 +209,8 @@ def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> Non
     ]
 )
 def test_the_state_has_all_that_lasts(kind: Kind) -> None:
-    model = tiny_model(seed=0, **kind)
-    other = tiny_model(seed=1, **kind)
+    model = tiny_model(seed=0, **SHALLOW, **kind)
+    other = tiny_model(seed=1, **SHALLOW, **kind)
     for _ in range(3):  # the steps of the indexer's warm-up
         model.train().loss(tokens())
         after_step(model.eval())
