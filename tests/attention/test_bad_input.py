@@ -1,11 +1,12 @@
 """Bad input gets a ValueError that names the argument, what was given, and what is allowed."""
 
 import itertools
+import multiprocessing
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import pytest
@@ -187,20 +188,29 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
         run(pattern, tensors(pattern, replace(CASE, distances=3)))
 
 
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = None
-from rtx.attention.engine import packed_attention
-import torch
-from rtx.attention.engine.softmax import LogitTerms
-x = torch.zeros(1, 1, 4, 16)
-print(packed_attention.refusal(x, x, LogitTerms(1.0)))
-"""
+def put_refusal_without_triton(answers: SimpleQueue[str | None]) -> None:
+    """Import all of rtx anew as on a machine without Triton, and put what its kernels refuse."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("rtx", "triton"):
+            del sys.modules[name]
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    from rtx.attention.engine import packed_attention
+    from rtx.attention.engine.softmax import LogitTerms
+
+    x = torch.zeros(1, 1, 4, 16)
+    answers.put(packed_attention.refusal(x, x, LogitTerms(1.0)))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_imports_without_triton() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
-    assert done.stdout == "Triton is not installed\n", done.stderr
+    # Forked, the process need not import torch anew, which takes seconds.
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=put_refusal_without_triton, args=(answers,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert answers.get() == "Triton is not installed"
 
 
 @pytest.mark.parametrize(

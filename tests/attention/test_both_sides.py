@@ -15,7 +15,7 @@ from rtx import attention
 from rtx.attention import Centroids, Full, Indexer, Local, Pattern, TopK, oracle
 from rtx.attention.engine import blocks as torch_blocks
 from tests.attention.test_patterns import needs_compiler
-from tests.helpers.cases import CASES, Case, gradients, make, run, tensors
+from tests.helpers.cases import CASES, EDGES, MIXED, Case, gradients, make, run, tensors
 
 few = settings(
     max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -61,9 +61,20 @@ def encoder_case(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_the_oracles(kind: str) -> None:
+    for case in (*MIXED, *EDGES):
+        check_encoder(kind, case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(case=CASES)
 @few
-def test_outputs_and_gradients_are_the_oracles(kind: str, case: Case) -> None:
+def test_any_options_give_what_the_oracle_gives(kind: str, case: Case) -> None:
+    check_encoder(kind, case)
+
+
+def check_encoder(kind: str, case: Case) -> None:
+    """Compare outputs and gradients of a pattern of a kind with the oracle."""
     pattern = encoder(kind, case)
     here = tensors(pattern, encoder_case(case))
     with mock.patch.object(torch_blocks, "MIN_BLOCKS", 1):

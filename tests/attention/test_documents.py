@@ -19,9 +19,9 @@ close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 
 def packed(case: Case) -> Documents:
-    """Return random documents in the sequences of a case; a third of the positions start one."""
+    """Return random documents in the sequences of a case; a quarter of the positions start one."""
     generator = torch.Generator().manual_seed(case.seed)
-    return Documents.that_start(torch.rand(case.B, case.N, generator=generator) < 1 / 3)
+    return Documents.that_start(torch.rand(case.B, case.N, generator=generator) < 1 / 4)
 
 
 def apart(function: Any, here: dict[str, Any], documents: Documents, **more: Any) -> Tensor:
@@ -58,7 +58,7 @@ def check_apart(kind: str, case: Case) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_get_what_they_would_get_apart(kind: str) -> None:
-    for case in (MIXED[0], replace(MIXED[1], N=13)):
+    for case in (replace(MIXED[0], N=11), replace(MIXED[1], N=13)):
         check_apart(kind, case)
 
 

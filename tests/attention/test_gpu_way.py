@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, Thresholds, engine, once
 from rtx.attention.capacity import raise_capacities
 from rtx.attention.centroids import Centroids, after_step
-from rtx.attention.engine import blocks, by_triton, dense, flash, windows
+from rtx.attention.engine import blocks, by_triton, dense, flash, triton_selection, windows
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
@@ -33,8 +33,14 @@ KINDS += ("lsh", "reformer", "recurrent", "exact", "blocks", "indexer", "probed"
 
 
 # The lists of all heads together are longer than a tile of a kernel, for either length.
-SHORT_CASE = Case(N=20, D=16, C=3, W=5, seed=3, attend_self=False)
+SHORT_CASE = Case(N=12, D=16, C=3, W=5, seed=3, attend_self=False)
 LONG_CASE = Case(N=70, D=16, C=4, W=9, seed=3, distances=5, merge="lse")
+
+
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fewer programs add up a list: the interpreter's time is that of programs."""
+    monkeypatch.setattr(triton_selection, "PARTS_OF_SUM", 3)
 
 
 @pytest.mark.parametrize("case", [SHORT_CASE, LONG_CASE], ids=["short", "long"])
@@ -241,7 +247,7 @@ MODELS = (
 )
 ADAPTIVE = ("adaptive_input", "transformer_xl", "transformer_xl-base")
 """Those with an adaptive softmax, whose bands are made as small as the vocabulary here."""
-SHORT = "model.layers=2 routing.layers=2 "
+SHORT = "model.layers=1 routing.layers=1"
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -252,11 +258,7 @@ def test_no_selection_waits_for_a_number(selection: str, backend: str) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_no_pattern_waits_for_a_number(base: str) -> None:
-    meta_step(
-        f"{SHORT} routing.layers=0 routing.heads=0 model.base={base}".replace(
-            "routing.layers=2", ""
-        )
-    )
+    meta_step(f"model.layers=1 routing.layers=0 routing.heads=0 model.base={base}")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +278,8 @@ def test_the_best_of_probed_keys_wait_for_no_number(backend: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_preset_waits_for_a_number(model: str) -> None:
-    layers = " model.layers=2" + (" routing.layers=2" if model.startswith("rt") else "")
-    meta_step(f"model={model}{layers}{small_bands(model)}")
+    layers = SHORT if model.startswith(("rt", "recall")) else "model.layers=1"
+    meta_step(f"model={model} {layers}{small_bands(model)}")
 
 
 def small_bands(model: str) -> str:
@@ -317,7 +319,8 @@ def test_the_loss_of_every_preset_is_one_graph(model: str) -> None:
     "words", [*(f"routing={selection}" for selection in SELECTIONS), "routing.heads=0"]
 )
 def test_a_loss_is_one_graph(words: str) -> None:
-    meta_step(f"model.layers=2 routing.layers=1 {words}", compiled=True)
+    # Local and routing heads of one layer.
+    meta_step(f"{SHORT} {words}", compiled=True)
 
 
 def test_a_loss_is_one_graph_where_torchs_flash_kernel_serves_local_heads() -> None:
@@ -406,7 +409,7 @@ def test_a_layer_starts_a_bounded_number_of_operations(words: str, most: int) ->
 @pytest.mark.parametrize("model", ["rt12", "rt22"])
 def test_the_loss_of_a_preset_is_one_graph(model: str) -> None:
     # One layer: two of the kind are in one graph above.
-    meta_step(f"model={model} model.layers=1 routing.layers=1", compiled=True)
+    meta_step(f"model={model} {SHORT}", compiled=True)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.helpers.cases import (
 CHOSEN = ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
 quick = settings(max_examples=6, deadline=None)
 BY_CONTENT = (*CLUSTERED, *CHOSEN, "probed", "probed-best")
-FEW = (replace(MIXED[0], N=11), replace(MIXED[1], H=2, N=13), Case(N=3, C=5, W=40))
+FEW = (replace(MIXED[0], N=8), replace(MIXED[1], H=2, N=11))
 
 
 def grouped(kind: str, case: Case, queries: int, together: bool) -> tuple[Pattern, Case]:

@@ -4,7 +4,7 @@ interpreter.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -57,9 +57,11 @@ def products_of_bfloat16() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sizes:
+    """Sizes of a case; by default the lists of all heads together are longer than a tile."""
+
     B: int = 2
     H: int = 2
-    N: int = 33
+    N: int = 24
     D: int = 16
     E: int = 16
     C: int = 3
@@ -69,7 +71,9 @@ class Sizes:
         return self.B * self.H * self.N
 
 
-SMALL = Sizes(B=1, H=1, C=2)
+BY_DISTANCE = Sizes(N=33)
+"""For tables by distance: their gradients are sums over pairs that cancel if there are few."""
+SMALL = Sizes(B=1, H=1, N=33, C=2)
 """For what does not depend on sizes; a whole sequence is longer than a tile of float32."""
 
 
@@ -330,7 +334,7 @@ def test_hidden_pairs(kind: torch.dtype, merge: str) -> None:
 
 @pytest.mark.parametrize(("entries", "merge"), [(1, "mean"), (2, "lse"), (6, "mean"), (40, "lse")])
 def test_keys_and_values_by_distance(entries: int, merge: str) -> None:
-    sizes = Sizes(D=16, E=32)
+    sizes = replace(BY_DISTANCE, E=32)
     q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 32)
     relative = RelativeTables(draw(entries, 16), draw(entries, 32))
     check(q, q, v, clusters(sizes), LogitTerms(0.25, relative=relative), merge)
@@ -341,14 +345,14 @@ def test_keys_and_values_by_distance(entries: int, merge: str) -> None:
     [("none", torch.float16), ("mean", torch.bfloat16), ("lse", torch.float16)],
 )
 def test_short_types_by_distance(dtype: torch.dtype, merge: str) -> None:
-    sizes = Sizes()
+    sizes = BY_DISTANCE
     q, k, v = (draw(2, 2, sizes.N, 16, dtype=dtype) for _ in range(3))
     relative = RelativeTables(draw(6, 16, dtype=dtype), draw(6, 16, dtype=dtype))
     check(q, k, v, causal_apart(sizes), LogitTerms(0.25, relative=relative), merge)
 
 
 def test_distances_below_0_and_hidden_pairs_by_distance() -> None:
-    sizes = Sizes()
+    sizes = BY_DISTANCE
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     relative = RelativeTables(draw(6, 16), draw(6, 16))
     check(
@@ -358,7 +362,7 @@ def test_distances_below_0_and_hidden_pairs_by_distance() -> None:
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_keys_by_distance_of_each_head_with_a_bias(merge: str) -> None:
-    sizes = Sizes()
+    sizes = BY_DISTANCE
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     relative = RelativeTables(draw(2, 12, 16), None, draw(2, 12))
     check(q, k, v, causal_apart(sizes), LogitTerms(0.25, relative=relative), merge)
@@ -367,19 +371,22 @@ def test_keys_by_distance_of_each_head_with_a_bias(merge: str) -> None:
 @pytest.mark.parametrize(
     ("N", "merge", "dtype"),
     [
-        *((33, merge, dtype) for merge in MERGES for dtype in TYPES),
-        *((64, "mean", dtype) for dtype in TYPES),
+        (33, "mean", torch.float32),
+        (33, "lse", torch.float16),
+        (33, "none", torch.bfloat16),
+        (64, "mean", torch.float32),
+        (64, "mean", torch.float16),
         (150, "none", torch.float32),
         (150, "lse", torch.float16),
         (150, "mean", torch.bfloat16),
     ],
 )
 def test_whole_sequences_in_order(dtype: torch.dtype, merge: str, N: int) -> None:
-    sizes = Sizes(N=N, E=32)
-    q, k = (draw(2, 2, N, 16, dtype=dtype) for _ in range(2))
+    sizes = Sizes(B=1, N=N, E=32)
+    q, k = (draw(1, 2, N, 16, dtype=dtype) for _ in range(2))
     part = whole(sizes, window=40)
     assert kernel_lists(part, sizes.rows).in_order
-    check(q, k, draw(2, 2, N, 32, dtype=dtype), part, LogitTerms(0.25), merge)
+    check(q, k, draw(1, 2, N, 32, dtype=dtype), part, LogitTerms(0.25), merge)
 
 
 @pytest.mark.parametrize("entries", [0, 6, 200])
@@ -402,7 +409,7 @@ def test_dropout_in_whole_sequences() -> None:
 
 
 def test_a_memory_is_read_by_none_of_its_own() -> None:
-    sizes = Sizes(N=70)
+    sizes = Sizes(B=1, N=70)
     part = whole(sizes)
     is_memory_R = part.query.row_M % sizes.N < 20
     queries = part.query.keep(~is_memory_R)
@@ -411,13 +418,13 @@ def test_a_memory_is_read_by_none_of_its_own() -> None:
     )
     lists = kernel_lists(part, sizes.rows)
     assert not lists.in_order
-    q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
+    q, k, v = (draw(1, 2, sizes.N, 16) for _ in range(3))
     check(q, k, v, part, LogitTerms(0.25), "mean", lists)
 
 
 @pytest.mark.parametrize("part_of", [apart, whole])
 def test_views_of_one_projection(part_of: Callable[[Sizes], RangeReads]) -> None:
-    sizes = Sizes()
+    sizes = Sizes(N=33)
     x = draw(2, sizes.N, 3, 2, 16)
     q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
     assert not q.is_contiguous()
@@ -522,10 +529,10 @@ def kept_pairs(part: RangeReads, dropout: float) -> Tensor:
     [("none", True), ("mean", False), ("mean", True), ("lse", False)],
 )
 def test_dropout(merge: str, by_distance: bool) -> None:
-    sizes = Sizes(B=1, H=1, N=60)
+    sizes = Sizes(B=1, H=1, N=40)
     q, v = (draw(1, 1, sizes.N, 16) for _ in range(2))
     relative = RelativeTables(draw(6, 16), draw(6, 16)) if by_distance else None
-    part = clusters(sizes, window=30, attend_self=True)
+    part = clusters(sizes, window=20, attend_self=True)
     kept_PM = kept_pairs(part, 0.3)
     check(q, q, v, part, LogitTerms(0.25, 0.3, relative), merge, kept_PM=kept_PM)
 
@@ -565,7 +572,7 @@ def test_everything_dropped() -> None:
 
 @pytest.mark.parametrize("by_distance", [False, True])
 def test_same_as_torch_s_kernels(by_distance: bool) -> None:
-    sizes = Sizes()
+    sizes = BY_DISTANCE
     q, v = (draw(2, 2, sizes.N, 16) for _ in range(2))
     tables = [draw(6, 16), draw(6, 16)] if by_distance else []
     terms = LogitTerms(0.25, relative=RelativeTables(*tables) if tables else None)
@@ -660,7 +667,7 @@ def form(
 
 @pytest.mark.parametrize(
     ("merge", "is_whole", "by_distance"),
-    [("none", False, False), ("mean", True, False), ("lse", False, True), ("mean", False, True)],
+    [("none", True, False), ("mean", False, True), ("lse", False, False)],
 )
 def test_compiled_as_one_graph(merge: str, is_whole: bool, by_distance: bool) -> None:
     def loss(q: Tensor, v: Tensor, lists: KernelLists, terms: LogitTerms) -> Tensor:

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 2, 35, 16, 5, 7),
     Case(2, 1, 34, 6, 35, 9, attend_self=False),
-    Case(1, 2, 33, 20, 40, 3, repeated=True),
+    Case(1, 1, 33, 20, 40, 3, repeated=True),
     Case(1, 1, 34, 80, 70, 16, attend_self=False, repeated=True),
     Case(1, 1, 20, 16, 1, 1),
     Case(1, 2, 33, 16, 3, 31),
@@ -273,7 +273,7 @@ def test_queries_without_room_are_the_last_of_the_last_lists(case: Case) -> None
 
 
 def test_equal_inputs_give_equal_bits() -> None:
-    data = drawn(CASES[0])
+    data = drawn(CASES[5])
     _, once = lists_of(data)
     _, again = lists_of(data)
     for x, y in zip(tensors_of(once), tensors_of(again), strict=True):
@@ -289,9 +289,9 @@ def tensors_of(lists: KernelLists) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_vectors_of_no_finite_numbers_are_probed_as_the_rule_does(wrong: float) -> None:
-    data = drawn(CASES[0])
+    data = drawn(CASES[0]._replace(N=20))
     data.k_BHND[0, 0, 11] = wrong
-    data.q_BHND[0, 1, 30] = wrong
+    data.q_BHND[0, 1, 17] = wrong
     _, lists = lists_of(data)
     assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(
         data
@@ -299,7 +299,7 @@ def test_vectors_of_no_finite_numbers_are_probed_as_the_rule_does(wrong: float) 
 
 
 def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:
-    data = drawn(CASES[0])
+    data = drawn(CASES[4])
     pattern = data.pattern.train()
     calls = []
     launch = triton_probing.launch_cluster

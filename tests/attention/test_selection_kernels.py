@@ -47,7 +47,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 2, 70, 16, 5, 12),
     Case(2, 1, 40, 6, 34, 20, attend_self=True),
-    Case(1, 1, 33, 80, 70, 7),
+    Case(1, 1, 33, 80, 34, 7),
     Case(1, 1, 50, 16, 1, 1),
     Case(1, 1, 5, 3, 2, 9, attend_self=True),
     Case(1, 1, 40, 64, 36, 9, repeated=True),
@@ -403,14 +403,12 @@ def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
 @pytest.mark.parametrize("room", [0, 8])
 def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
     """The sample has the worst scores, the best or all kinds of a row that falls, rises or does
-    neither.
+    neither. The row that falls has equal scores.
     """
     score_N = scores("normal", 100)[0, 0]
-    score_XCN = torch.stack([score_N, score_N.sort().values, score_N.sort(descending=True).values])[
-        None
-    ]
-    score_XCN = torch.cat([score_XCN, score_XCN.round()])
-    margin_XC = torch.full((2, 3), 0.05, device=DEVICE)
+    falling_N = score_N.round().sort(descending=True).values
+    score_XCN = torch.stack([score_N, score_N.sort().values, falling_N])[None]
+    margin_XC = torch.full((1, 3), 0.05, device=DEVICE)
     rank = max(1, room)
     with (
         sampling(32),
@@ -468,7 +466,7 @@ def test_lists_of_as_many_members_each_follow_from_their_positions(
 
 
 @WAYS
-@pytest.mark.parametrize("case", [*CASES[1:3], *CASES[6:]])
+@pytest.mark.parametrize("case", [CASES[2], *CASES[6:]])
 def test_the_sums_of_lists_are_those_of_their_members(
     way: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

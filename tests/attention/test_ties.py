@@ -27,10 +27,11 @@ CHOOSING = tuple(kind for kind in KINDS if kind in (*BY_CONTENT, *CLUSTERED))
 DTYPES = {torch.float32: 1e-4, torch.float64: 1e-10}
 CASES = [
     Case(B=2, H=2, N=20, D=64, C=4, W=4, seed=1),
-    Case(B=1, H=3, N=35, D=16, C=3, W=7, seed=2, attend_self=False),
+    Case(B=1, H=3, N=25, D=16, C=3, W=7, seed=2, attend_self=False),
     Case(B=3, H=1, N=40, D=64, C=5, W=12, seed=3),
     Case(B=2, H=2, N=29, D=6, C=2, W=5, seed=4, merge="lse"),
 ]
+FEW = [CASES[0], CASES[3]]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
 
@@ -94,13 +95,13 @@ def check_reads(pattern: Pattern, here: dict[str, Any], tolerance: float) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CHOOSING)
+@pytest.mark.parametrize("number", range(4))
 @torch.no_grad()
 def test_vectors_that_return_are_read_alike_by_pass_stream_batch_and_oracle(
-    kind: str, dtype: torch.dtype
+    number: int, kind: str, dtype: torch.dtype
 ) -> None:
-    for number, case in enumerate(CASES):
-        shift = number % 2 == 1
-        check_reads(*repeated(kind, case, dtype, shift), DTYPES[dtype])
+    shift = number % 2 == 1
+    check_reads(*repeated(kind, CASES[number], dtype, shift), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,7 +114,7 @@ def test_of_equal_centroids_the_first_takes_and_a_score_reaches_its_own_threshol
     """Centroids that start at the data are equal where units are, and thresholds may be scores of
     units.
     """
-    for case in CASES:
+    for case in FEW:
         pattern, here = repeated(f"{selection}-{keys}", case, dtype)
         assert isinstance(pattern, Routing)
         store = pattern.centroids
@@ -135,7 +136,7 @@ def test_of_equal_centroids_the_first_takes_and_a_score_reaches_its_own_threshol
 def test_of_equal_centroids_of_keys_the_first_takes_and_is_probed_first(
     kind: str, dtype: torch.dtype
 ) -> None:
-    for case in CASES:
+    for case in FEW:
         pattern, here = repeated(kind, case, dtype)
         assert isinstance(pattern, Probed)
         store = pattern.centroids

@@ -87,8 +87,8 @@ CASES = st.builds(
 
 
 MIXED = (
-    Case(N=19, rotary=True, scaled=True, rounds=1, seed=6),
-    Case(B=1, H=3, N=23, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=9),
+    Case(N=15, rotary=True, scaled=True, rounds=1, seed=6),
+    Case(B=1, H=3, N=17, D=6, C=2, W=7, attend_self=False, distances=7, merge="lse", seed=9),
     Case(H=1, N=14, D=2, C=5, W=4, distances=40, rotary=True, merge="lse", rounds=3, seed=14),
 )
 """Together these have both values of each switch, each merge and each number of rounds. Every
