@@ -98,7 +98,7 @@ for line in sys.stdin:
     print("->", rtx.cli.main.main(words), flush=True)
 print("torch" in sys.modules)
 """
-"""Answers lines, the last of which may have a variable in front, as in a shell."""
+"""Reads commands from stdin and prints each exit code. The last may begin with `RTX_RUN=`."""
 
 
 def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:

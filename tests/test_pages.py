@@ -21,8 +21,12 @@ from tests.helpers.pages import PAGES, ROOT, PageCommand, commands_of
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 OF_RTX = [command for command in COMMANDS if command.words[0] == "rtx"]
-BLOCKS = list({tuple(command.words): command for command in OF_RTX if command.is_block}.values())
-"""A command that several pages show is read once."""
+BLOCKS_BY_WORDS: dict[tuple[str, ...], PageCommand] = {}
+for block in OF_RTX:
+    if block.is_block:
+        BLOCKS_BY_WORDS.setdefault(tuple(block.words), block)
+BLOCKS = list(BLOCKS_BY_WORDS.values())
+"""A command that several pages show is read once, with the first of them."""
 MENTIONS = [command for command in OF_RTX if not command.is_block]
 GENERAL = ("--help", "--version")
 KINDS_OF_RUNS = {

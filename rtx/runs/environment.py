@@ -112,7 +112,10 @@ def command_line() -> str:
 
 @functools.cache
 def code_commit() -> str | None:
-    """Return the commit of this code, with `-dirty` where files differ; None outside a checkout."""
+    """Return the commit of this code, with `-dirty` where files differ; None outside a checkout.
+
+    It is that of the first call in this process, which has imported its code by then.
+    """
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     if not (CHECKOUT / ".git").exists():
         return None

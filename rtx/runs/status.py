@@ -70,17 +70,17 @@ class Status:
 
         Raises:
             OSError: the status cannot be written; what it says would be wrong from now on.
-            RuntimeError: no memory is left for the thread that writes heartbeats.
+            RuntimeError, MemoryError: the thread that writes heartbeats cannot be started, for lack
+                of memory or by a limit on threads.
         """
         if self.begun:
             return
         self.record = changed(self.record, heartbeat=utc_now())
         replace_status(self.folder, self.record.to_json())
         self.begun = True
-        thread = threading.Thread(target=self.beat, name="heartbeat", daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:
+            threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:
             # Else the file would go on saying that the run is running.
             self.end("failed", out_of_memory(error) or str(error))
             raise

@@ -189,7 +189,7 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
 
 
 def put_refusal_without_triton(answers: SimpleQueue[str | None]) -> None:
-    """Import all of rtx anew as on a machine without Triton, and put what its kernels refuse."""
+    """Import the kernels as on a machine without Triton, and put the reason why they refuse."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("rtx", "triton"):
             del sys.modules[name]

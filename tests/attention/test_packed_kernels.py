@@ -72,7 +72,9 @@ class Sizes:
 
 
 BY_DISTANCE = Sizes(N=33)
-"""For tables by distance: their gradients are sums over pairs that cancel if there are few."""
+"""For tables by distance: with fewer pairs the terms of a gradient nearly cancel, and its rounding
+error exceeds the tolerance.
+"""
 SMALL = Sizes(B=1, H=1, N=33, C=2)
 """For what does not depend on sizes; a whole sequence is longer than a tile of float32."""
 

@@ -299,7 +299,7 @@ def test_vectors_of_no_finite_numbers_are_probed_as_the_rule_does(wrong: float) 
 
 
 def test_the_clusters_that_centroids_gather_by_are_found_once() -> None:
-    data = drawn(CASES[4])
+    data = drawn(CASES[5])
     pattern = data.pattern.train()
     calls = []
     launch = triton_probing.launch_cluster

@@ -47,7 +47,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 2, 70, 16, 5, 12),
     Case(2, 1, 40, 6, 34, 20, attend_self=True),
-    Case(1, 1, 33, 80, 34, 7),
+    Case(1, 1, 33, 80, 70, 7),
     Case(1, 1, 50, 16, 1, 1),
     Case(1, 1, 5, 3, 2, 9, attend_self=True),
     Case(1, 1, 40, 64, 36, 9, repeated=True),
@@ -402,8 +402,9 @@ def test_a_sample_leads_to_the_same_members(name: str, window: int) -> None:
 
 @pytest.mark.parametrize("room", [0, 8])
 def test_candidates_of_any_number_lead_to_the_same_members(room: int) -> None:
-    """The sample has the worst scores, the best or all kinds of a row that falls, rises or does
-    neither. The row that falls has equal scores.
+    """The rows are random, ascending, and descending with ties.
+
+    So the sample has scores of all sizes, the lowest or the highest.
     """
     score_N = scores("normal", 100)[0, 0]
     falling_N = score_N.round().sort(descending=True).values
@@ -466,12 +467,13 @@ def test_lists_of_as_many_members_each_follow_from_their_positions(
 
 
 @WAYS
-@pytest.mark.parametrize("case", [CASES[2], *CASES[6:]])
+@pytest.mark.parametrize("case", [*CASES[1:3], *CASES[6:]])
 def test_the_sums_of_lists_are_those_of_their_members(
     way: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In three parts, of which short lists leave some empty: the interpreter's time is that of
-    programs.
+    """Each list is summed in 3 parts, some of which are empty for short lists.
+
+    The time of Triton's interpreter grows with the number of parts.
     """
     monkeypatch.setattr(triton_selection, "PARTS_OF_SUM", 3)
     data = drawn(case)

@@ -47,7 +47,7 @@ sys.path.insert(0, {site!r})
 rtx.settings.schema.add_installed.cache_clear()
 rtx.settings.presets.forget()
 """
-"""A folder of installed packages, of which the process has known nothing so far."""
+"""Code that adds a folder of installed packages to a process that has looked for them before."""
 ATTRIBUTES = ("update", "keys", "half", "training")
 
 
@@ -260,7 +260,7 @@ MISTAKES = (
     ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
     ("", "my.py --config-dir", "--config-dir : holds no preset"),
 )
-"""The lines of my.py, words, and what is said: of mistakes before anything is registered."""
+"""Mistakes that are found before anything is registered: contents of my.py, words, message."""
 LATER_MISTAKES = (
     (
         naming("halved"),
@@ -299,11 +299,11 @@ LATER_MISTAKES = (
         "model=mien (did you mean 'mine'?): must be one of ",
     ),
 )
-"""The same of mistakes after a pattern or a folder of presets has been registered."""
+"""The same, found after a pattern or a folder of presets has been registered."""
 
 
 def plan_with(place: Place, text: str, words: str) -> list[str]:
-    """Return the words of a plan with an extension, and write the lines of my.py."""
+    """Write my.py, and return the words of a plan that has it as an extension."""
     (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
     return ["plan", *f"extensions={words}".split()]
 
@@ -314,7 +314,7 @@ def test_mistakes_of_a_file_and_of_words(place: Place, monkeypatch: pytest.Monke
         assert said in place.command(*plan_with(place, text, words), code=2)
 
 
-def test_mistakes_behind_a_registration(place: Place) -> None:
+def test_mistakes_after_a_registration(place: Place) -> None:
     for text, words, said in LATER_MISTAKES:
         printed = place.asked(*plan_with(place, text, words), code=2)
         assert said.format(folder=place.folder) in printed

@@ -65,7 +65,7 @@ Runs = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def runs(workshop: Workshop) -> Runs:
-    """What returns a run of a kind, and trains it once."""
+    """A function that trains the run of a kind at its first call, and returns it."""
     return functools.cache(lambda kind: workshop.train(kind, *KINDS[kind]))
 
 

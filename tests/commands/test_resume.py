@@ -154,23 +154,27 @@ def test_a_loader_process_that_is_killed_is_told_in_a_line(
     assert difference(process.run, undisturbed) == ""
 
 
-@pytest.mark.parametrize(
-    "screen",
-    ["read, write = os.pipe(); os.close(read)", "write = os.open('/dev/full', os.O_WRONLY)"],
-)
-def test_a_screen_that_takes_no_more_ends_no_run(
-    workshop: Workshop, undisturbed: Path, tmp_path: Path, screen: str
+def test_a_full_screen_ends_no_resumed_run(
+    workshop: Workshop, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     checkpoints = run / "checkpoints"
     # The run goes back to the checkpoint before the last one.
     (checkpoints / "previous.ckpt").replace(checkpoints / "last.ckpt")
     (run / "status.json").unlink()
-    inside = f"import os; {screen}; os.dup2(write, 1)"
+    inside = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     process = workshop.fork(run, "resume", str(run), inside=inside)
     process.wait()
     assert status_of(run).state == "done", process.log.read_text()
     assert difference(run, undisturbed) == ""
+
+
+def test_a_screen_that_nobody_reads_ends_no_run(workshop: Workshop, undisturbed: Path) -> None:
+    inside = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)"
+    process = workshop.start("unread", inside=inside)
+    process.wait()
+    assert status_of(process.run).state == "done", process.log.read_text()
+    assert difference(process.run, undisturbed) == ""
 
 
 def test_a_full_disk_in_mid_checkpoint(

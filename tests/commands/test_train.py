@@ -204,11 +204,11 @@ def test_bf16_and_fp64(workshop: Workshop, brief: Path) -> None:
     for precision in ("bf16", "bf16-true", "fp64"):
         words = (f"hardware.precision={precision}", "trainer.steps=2")
         runs[precision] = workshop.train(precision, *words)
-    narrow_or_wide = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
+    dtypes = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
     scores = {}
     for precision, run in runs.items():
         scores[precision] = final(run)["bits"]
-        assert weight(run).dtype == narrow_or_wide.get(precision, torch.float32)
+        assert weight(run).dtype == dtypes.get(precision, torch.float32)
         assert weight(run, CENTROIDS).dtype == torch.float32
         environment = json.loads((run / "environment.json").read_text())
         assert environment["hardware"]["precision"] == precision

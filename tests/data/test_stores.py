@@ -263,7 +263,7 @@ def once_another_waits(*words):
     return write_store(*words)
 preparation.write_store = once_another_waits
 """
-"""In a forked process: what it prints goes to a log, which it shares with the others."""
+"""Runs in each forked process; all of them print to one log."""
 NO_FLOCK = """
 import errno, fcntl
 def refuse(*words):

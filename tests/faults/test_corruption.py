@@ -104,7 +104,7 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(
     assert "the run has no checkpoint yet" in workshop.command("eval", str(copy), code=2)
 
 
-def test_any_flipped_bit_of_a_status_is_told_or_passed_over(copy: Path) -> None:
+def test_flipped_bits_of_a_status_are_told_or_passed_over(copy: Path) -> None:
     path, config, passed_over = copy / "status.json", load_run_config(copy), 0
     whole = path.read_bytes()
     for state in (b"done", b"running", b"failed"):

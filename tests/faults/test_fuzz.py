@@ -200,7 +200,7 @@ def test_records(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: DataObject, name: str
 ) -> None:
     if name != "metrics.jsonl":
-        # Pictures show nothing of the other records.
+        # Plots are drawn from metrics.jsonl alone.
         draw_nothing(monkeypatch)
     folder = tmp_path / "run"
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)

@@ -151,7 +151,7 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(
     workshop: Workshop, copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     if name != "metrics.jsonl":
-        # Pictures show nothing of the other records.
+        # Plots are drawn from metrics.jsonl alone.
         draw_nothing(monkeypatch)
     (copy / "resumes.jsonl").write_text('{"changed": {}}')
     (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP))

@@ -210,12 +210,12 @@ def recording(keys: list[str | None]) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("place", "names", "by", "commands"),
-    [
-        ("wandb/settings", SERVER, "settings", ("auto", "report")),
-        (".wandb/settings", PROXY, "variable", ("online", "eval")),
-    ],
+    ("place", "names", "by"),
+    [("wandb/settings", SERVER, "settings"), (".wandb/settings", PROXY, "variable")],
     ids=["server", "proxy"],
+)
+@pytest.mark.parametrize(
+    "commands", [("auto", "report"), ("online", "eval")], ids=["report", "eval"]
 )
 def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     workshop: Workshop,

@@ -175,7 +175,7 @@ def forking_server(
     """Yield a process that forks runs.
 
     It has imported torch, Lightning and `modules`. With `overrides`, it has composed the files of
-    conf/ that these choose, so that runs that choose the same files do not.
+    conf/ that these choose; runs that choose the same files need not compose them again.
     """
     preparation = json.dumps({"modules": modules, "overrides": overrides})
     pipe = subprocess.PIPE

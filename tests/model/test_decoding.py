@@ -92,8 +92,8 @@ def test_units_that_return_keep_the_members_that_came_first(keys: str, units: li
         logits.append(slow.step(tokens_B))
         torch.testing.assert_close(quick.step(tokens_B), logits[-1], rtol=1e-4, atol=1e-4)
     assert members_held(quick) == members_held(slow)
-    shares_BNV = torch.stack(logits, dim=1).log_softmax(-1)
-    nats_BN = -shares_BNV.gather(-1, tokens_BN[..., None])[..., 0]
+    log_probabilities_BNV = torch.stack(logits, dim=1).log_softmax(-1)
+    nats_BN = -log_probabilities_BNV.gather(-1, tokens_BN[..., None])[..., 0]
     with torch.no_grad():
         expected_BN, _ = model.loss(tokens_BN, streaming=True)
     torch.testing.assert_close(nats_BN, expected_BN, rtol=1e-4, atol=1e-4)

@@ -220,7 +220,7 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, LOCAL, pace=0.5, above=0.1, environment={"host": "here"})
     write_row(tmp_path, {**CAUSAL, **values}, pace=0.5, environment={"host": "here", **facts})
-    report = without_plots(tmp_path)
+    report = built(tmp_path)
     times = table_of(report, "Time to a loss, against full")
     assert cells(times, "routing (causal)") == ["no ratio"] * 4
     assert f"routing (causal): no ratio, {why} than full." in times.lines
@@ -228,6 +228,7 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
         "faster"
     )
     assert "times not compared" in report.lines[0]
+    assert "5 runs with other machine, threads or engine left out" in report.plots[0].caption
 
 
 def test_a_run_that_was_resumed_elsewhere_is_compared_with_none(tmp_path: Path) -> None:
@@ -333,7 +334,7 @@ def tables(runs: list[Runs]) -> list[dict[tuple[str, float], Finding]]:
 
 
 FASTER_TABLES = 100
-"""Simulated tables with a row that is faster; their share has a bound that is far from it."""
+"""Simulated tables in which one row is faster: few, since the share found is far above its bound."""
 
 
 @pytest.mark.parametrize("seeds", [5, 10])

@@ -104,7 +104,7 @@ def test_a_lock_that_is_remade_while_it_is_taken_is_taken_again(
         assert first != second == (tmp_path / LOCK).stat().st_ino
 
 
-def test_a_run_without_memory_for_its_heartbeat_has_failed(
+def test_a_run_whose_heartbeat_cannot_start_has_failed_and_can_be_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:

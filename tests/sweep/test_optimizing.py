@@ -110,6 +110,9 @@ def test_a_sweeper_gets_the_score_of_each_cell_also_of_one_that_was_done_before(
     assert rows[0][:3] == ["optimizer.lr=0.0625", "done", "before"]
     best = printed.rpartition("\ncell ")[2].splitlines()[1]
     assert best.split()[0] in ("optimizer.lr=0.1875", "optimizer.lr=0.3125")
+    again, printed = ask(*words)
+    assert again == 0 and len(halving.started) == len(rates)
+    assert [row[1:3] for row in table(printed)] == [["done", "before"]] * 5
 
 
 @pytest.mark.skipif(
