@@ -334,7 +334,7 @@ def tables(runs: list[Runs]) -> list[dict[tuple[str, float], Finding]]:
 
 
 FASTER_TABLES = 100
-"""Simulated tables in which one row is faster: few, since the share found is far above its bound."""
+"""How many simulated tables have a faster row: few suffice, since most of them show it."""
 
 
 @pytest.mark.parametrize("seeds", [5, 10])
