@@ -4,7 +4,7 @@ and takes a step.
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -186,11 +186,6 @@ def test_every_option_of_heads_is_a_cell_of_an_experiment() -> None:
     assert chosen == {*options("heads")}
 
 
-def test_cells_that_were_recorded_are_found_by_their_presets() -> None:
-    found = {words: {*cell_hashes(compose(words_of_cell(words)))} for words in HASHES}
-    assert found == {words: {*names} for words, names in HASHES.items()}
-
-
 def words_of_cell(words: str) -> list[str]:
     """Return the overrides of a recorded cell.
 
@@ -202,6 +197,14 @@ def words_of_cell(words: str) -> list[str]:
     if others and laid_out in options("experiment"):
         return [f"experiment={laid_out}", *others]
     return words.split()
+
+
+@pytest.mark.parametrize("overrides_of", [str.split, words_of_cell], ids=["recorded", "laid-out"])
+def test_cells_that_were_recorded_are_found_by_their_presets(
+    overrides_of: Callable[[str], list[str]],
+) -> None:
+    found = {words: {*cell_hashes(compose(overrides_of(words)))} for words in HASHES}
+    assert found == {words: {*names} for words, names in HASHES.items()}
 
 
 def test_an_experiment_whose_name_had_its_heads_in_it_is_refused_with_the_words_for_it() -> None:
