@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+
+# torch has no public name for a count of a model's memory on any device.
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -10,6 +10,8 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+
+# torch has no public names for the counts of its compiler and for modes that see each operation.
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+
+# torch has no public name for modes that see each operation.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtx.attention import Full, Local, Pattern, Probed, Recurrent, Routing, Thresholds, engine, once

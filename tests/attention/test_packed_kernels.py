@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+# torch has no public names for fake tensors and for maps of nested tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -678,7 +680,7 @@ def test_compiled_as_one_graph(merge: str, is_whole: bool, by_distance: bool) ->
             merge != "mean"
         )
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     leaves, lists, terms = form(SMALL, is_whole, by_distance)
     q, v = leaves[:2]
@@ -695,7 +697,7 @@ def test_dropout_in_a_compiled_graph() -> None:
     def out_of(q: Tensor, v: Tensor) -> Tensor:
         return packed_attention.attend(q, q, v, lists, LogitTerms(0.25, 0.5), "mean")[0]
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(out_of, backend="aot_eager", fullgraph=True)
     one, other = compiled(q, v), compiled(q, v)
     assert not torch.equal(one, other), "every call draws a seed"

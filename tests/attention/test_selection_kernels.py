@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+
+# torch has no public name for fake tensors.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytest.importorskip("triton", reason="our GPU kernels need Triton")
@@ -533,7 +535,10 @@ class Launches:
 
 
 def test_nothing_waits_for_numbers() -> None:
-    """Tensors without numbers go through what is around the kernels, and through torch's way."""
+    """Tensors without numbers go through what is around the kernels, and through torch's way.
+
+    Custom operators have no public name for the function that they wrap, which is `_init_fn`.
+    """
     with (
         FakeTensorMode(),
         mock.patch.multiple(
