@@ -124,7 +124,9 @@ def cells_of(
     Raises:
         UserError: a cell is impossible, or two jobs make the same run.
     """
-    fixed = {(entry.key, entry.values[0]) for entry in checked if not entry.sweeps}
+    # The last override of a key wins, so an earlier single value of a swept key fixes nothing.
+    last = {entry.key: entry for entry in checked}
+    fixed = {(key, entry.values[0]) for key, entry in last.items() if not entry.sweeps}
     cells: dict[Path, Cell] = {}
     for job in jobs:
         varied = [entry for entry in job if (entry.key, entry.values[0]) not in fixed]

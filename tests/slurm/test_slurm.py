@@ -340,5 +340,6 @@ def test_a_run_on_two_tasks_is_stopped_and_goes_on(room: Room) -> None:
     assert status.state == "preempted" and 10 <= status.step < 100
     again = room.ask(*srun, "resume", str(run))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(f"resuming {run} (preempted) from step {status.step}") == 1
+    shown = run.relative_to(room.folder)
+    assert again.stdout.count(f"resuming {shown} (preempted) from step {status.step}") == 1
     room.assert_as_undisturbed(run, *two)

@@ -140,6 +140,11 @@ def test_an_option_from_which_a_row_would_set_keys_is_refused_with_the_name_of_t
     assert len(cells(*words.split())) == 2, "no row keeps its own layers"
 
 
+def test_an_earlier_value_of_a_swept_key_takes_it_out_of_no_title() -> None:
+    laid_out = cells("seed=1", "trainer.steps=9", "trainer.steps=9", "seed=1,2")
+    assert [cell.title for cell in laid_out] == ["seed=1", "seed=2"]
+
+
 def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:
     laid_out = cells(
         "experiment=cifar10_grid,cifar10_baselines", "routing.layers=1,2", "routing.window=32,64"
