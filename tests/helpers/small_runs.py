@@ -111,7 +111,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs: neither gone nor waiting to be asked for its exit code."""
+        """Whether it still runs; nobody must have waited for its end yet."""
         return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
     def wait(self, send: int = 0) -> int:
@@ -244,7 +244,7 @@ class Workshop:
         record = EvaluationRecord.model_validate(result)
         assert record.line() in said and f"{record.bits:.5f} bits/{record.unit}" in said
         more = {"protocol": record.line(), "partial": record.sample is not None}
-        return {**result, **result["protocol"], **result, **more}, said
+        return {**result["protocol"], **result, **more}, said
 
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process; returns the run folder."""
@@ -299,15 +299,12 @@ def run(workshop: Workshop) -> Path:
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of it to be spoilt."""
+    """A copy of the run, which a test may damage."""
     return Path(shutil.copytree(run, tmp_path / "run"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that count, with their kinds, in the order of their steps.
-
-    Of each kind and step that is the last one written.
-    """
+    """Return the last row written of each step and kind, with its kind, in the order of steps."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):  # one cut short by a kill is no row
