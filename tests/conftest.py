@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,15 +31,40 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
-import torch
 
-# This must be set before Triton is imported, which the next import does.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.helpers.small_runs import copy, forker, run, workshop
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare Triton, and register the fixtures of small runs.
 
-__all__ = ["copy", "forker", "run", "workshop"]
+    Both import torch and Lightning, which takes seconds. The process that hands tests to workers
+    runs no test and needs neither.
+    """
+    if hands_out_tests(config):
+        return
+    prepare_triton()
+    config.pluginmanager.import_plugin("tests.helpers.small_runs")
+
+
+def hands_out_tests(config: pytest.Config) -> bool:
+    """Return whether other processes run the tests of this one: pytest-xdist's workers."""
+    is_worker = hasattr(config, "workerinput")
+    distributes = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    return distributes and not is_worker
+
+
+def prepare_triton() -> None:
+    """Run Triton's kernels in its interpreter, if there is no GPU.
+
+    This must happen before Triton is imported.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # Triton exists for Linux alone.
+        with contextlib.suppress(ImportError):
+            quicken_interpreter()
 
 
 def quicken_interpreter() -> None:
@@ -67,11 +93,6 @@ def quicken_interpreter() -> None:
 
     interpreter._get_np_dtype = cached_type
 
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    # Triton exists for Linux alone.
-    with contextlib.suppress(ImportError):
-        quicken_interpreter()
 
 LONG_FILES = (
     "test_slurm.py",
@@ -110,19 +131,32 @@ def pytest_collection_finish() -> None:
 
 def mark_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that exhaustive.txt names; an error for a pattern that names none."""
-    lines = EXHAUSTIVE.read_text().splitlines()
-    patterns = [line for line in lines if line and not line.startswith("#")]
-    unused = set(patterns)
+    patterns = exhaustive_patterns()
+    used: set[str] = set()
     for item in items:
-        for pattern in patterns:
+        for pattern in patterns[file_of(item.nodeid)]:
             if fnmatch.fnmatchcase(item.nodeid, pattern):
                 item.add_marker(pytest.mark.exhaustive)
-                unused.discard(pattern)
+                used.add(pattern)
     chosen_by_name = any("::" in word for word in config.args)
-    files = {item.nodeid.partition("::")[0] for item in items}
-    stale = [pattern for pattern in unused if pattern.partition("::")[0] in files]
+    files = {file_of(item.nodeid) for item in items}
+    stale = [pattern for file in files for pattern in patterns[file] if pattern not in used]
     if stale and not chosen_by_name:
         raise pytest.UsageError(f"{EXHAUSTIVE.name} has a pattern without a test: {min(stale)}")
+
+
+def exhaustive_patterns() -> defaultdict[str, list[str]]:
+    """Return the patterns of exhaustive.txt by the file of their tests."""
+    patterns: defaultdict[str, list[str]] = defaultdict(list)
+    for line in EXHAUSTIVE.read_text().splitlines():
+        if line and not line.startswith("#"):
+            patterns[file_of(line)].append(line)
+    return patterns
+
+
+def file_of(node: str) -> str:
+    """Return the file of a test, of its node id or a pattern of it."""
+    return node.partition("::")[0]
 
 
 def place_in_order(item: pytest.Item) -> int:
