@@ -97,8 +97,8 @@ def said(line: str) -> None:
 def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     """A zip as large as enwik-8 to its store; then random batches from that store."""
     from rtx.data import text
+    from rtx.data.batches import training_batches
     from rtx.data.catalog import prepare_data
-    from rtx.data.datamodule import training_batches
     from rtx.data.download import Remote
     from rtx.data.files import file_sha256
     from rtx.data.sampler import ShuffledWindows

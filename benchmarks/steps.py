@@ -24,8 +24,8 @@ import torch
 
 from rtx.analysis.micro_batch import fit_to_device
 from rtx.cli.main import complain
+from rtx.data.batches import MicroBatches, token_ids
 from rtx.data.catalog import data_root, open_data
-from rtx.data.datamodule import MicroBatches, token_ids
 from rtx.data.store import Store
 from rtx.errors import RunFailed, UserError, plural
 from rtx.machine import out_of_memory

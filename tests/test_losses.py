@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import after_step
-from rtx.data.datamodule import MicroBatches
+from rtx.data.batches import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer

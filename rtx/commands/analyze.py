@@ -15,7 +15,7 @@ from rtx.runs.records import AnalysisFile
 from rtx.runs.status import utc_now
 from rtx.settings.identity import short_hash
 from rtx.training.inference import open_run
-from rtx.training.loggers import add_to_wandb
+from rtx.training.uploads import add_to_wandb
 
 ANALYSES = {
     "divergence": divergence,

@@ -25,7 +25,7 @@ from rtx.runs.status import utc_now
 from rtx.tables import Column, print_table
 from rtx.terminal import prose_width
 from rtx.training.inference import LoadedRun, open_run
-from rtx.training.loggers import add_to_wandb
+from rtx.training.uploads import add_to_wandb
 
 Result = dict[str, Any]
 MOVES = (

@@ -33,7 +33,7 @@ from rtx.settings.schema import Config, flat, to_dict
 from rtx.tables import print_table
 from rtx.terminal import terminal_width
 from rtx.training.inference import LoadedRun, open_run, score_split, with_stride
-from rtx.training.loggers import add_to_wandb
+from rtx.training.uploads import add_to_wandb
 
 LOGGED = (
     "bits",

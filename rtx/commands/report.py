@@ -21,6 +21,7 @@ from rtx.runs.pretrained_record import pretrained_files
 from rtx.runs.study import is_study, steps_files
 from rtx.tables import aligned, table_text
 from rtx.terminal import terminal_width
+from rtx.training.uploads import add_to_wandb
 
 LONGEST_NAME = 100
 """Letters of the names of further runs in the name of a report's folder."""
@@ -103,11 +104,7 @@ def wrapped(texts: Sequence[str], width: int) -> list[str]:
 def send_to_wandb(runs: Sequence[Path], files: Sequence[Path]) -> None:
     """Add the files of a report to runs that were logged to Weights & Biases."""
     for run in runs:
-        if any(run.glob("wandb.json")) or any(run.glob("*/wandb.json")):
-            # It imports Lightning, which most reports do not need.
-            from rtx.training.loggers import add_to_wandb
-
-            add_to_wandb(run, "report", {}, files)
+        add_to_wandb(run, "report", {}, files)
 
 
 @dataclass(frozen=True)

@@ -1,88 +1,24 @@
-"""The batches of a run for Lightning: training from any step on, and windows of the held-out split.
-
-Training batches come from a sampler (`rtx.data.sampler`), a pure function of seed, step and index.
-"""
-
-from __future__ import annotations
+"""The data of a run for Lightning: training batches from any step on, and held-out windows."""
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from rtx.data.sampler import FirstBatches, Sampler
-from rtx.data.store import Store
-from rtx.data.windows import (
-    Window,
-    equal_batches,
-    read_windows,
-    sample_windows,
-    tokens_and_documents,
-    windows,
+from rtx.data.batches import (
+    MicroBatches,
+    WindowBatches,
+    token_ids,
+    training_batches,
+    training_sampler,
 )
+from rtx.data.store import Store
+from rtx.data.windows import sample_windows, windows
 from rtx.settings.derived import spans
 from rtx.settings.schema import Config, flat, to_dict
-
-REPEATED = -1
-"""The number of a window that another rank scores."""
-
-
-def token_ids(sampler: Sampler, index: int) -> Tensor:
-    """Return the token ids of a training sequence, int64 `[N]`."""
-    sequence = torch.from_numpy(sampler.sequence(index).astype(np.int64))
-    tokens_1N, _ = tokens_and_documents(sequence[None])
-    return tokens_1N[0]
-
-
-class MicroBatches(Dataset[Tensor]):
-    """`size` successive sequences, by the number of the first: token ids `[size, N]`.
-
-    With documents each sequence has two rows, see `tokens_and_documents`. The type of the ids is
-    otherwise that of the store, so that they are copied to the device in few bytes.
-    """
-
-    def __init__(self, sampler: Sampler, size: int) -> None:
-        self.sampler = sampler
-        self.size = size
-
-    def __getitem__(self, first: int) -> Tensor:
-        numbers = range(first, first + self.size)
-        sequences = [self.sampler.sequence(index) for index in numbers]
-        return torch.from_numpy(np.stack(sequences))
-
-
-def training_batches(
-    sampler: Sampler,
-    first_step: int,
-    stop_step: int,
-    rank: int = 0,
-    world: int = 1,
-    micro_batch: int | None = None,
-    **options: Any,
-) -> DataLoader[Tensor]:
-    """Return a loader of one rank's micro-batches `[micro_batch, N]` of a range of steps.
-
-    The steps are first_step..stop_step-1. Micro-batch j of all ranks together has the j-th
-    `world * micro_batch` sequences, so that a step has the same sequences on any number of devices.
-    `micro_batch` is by default a rank's share of a batch. `options` are those of `DataLoader`.
-    """
-    batch_size = sampler.batch_size
-    size = micro_batch or batch_size // world
-    assert batch_size % (world * size) == 0, (
-        f"a batch of {batch_size} cannot be cut for {world} ranks into {size}"
-    )
-    start = first_step * batch_size + rank * size
-    firsts = range(start, stop_step * batch_size, world * size)
-    # The seeds of workers; the global random stream belongs to dropout.
-    seeds = torch.Generator().manual_seed(sampler.seed)
-    batches = MicroBatches(sampler, size)
-    return DataLoader(batches, batch_size=None, sampler=firsts, generator=seeds, **options)
 
 
 class RtxDataModule(pl.LightningDataModule):
@@ -99,9 +35,7 @@ class RtxDataModule(pl.LightningDataModule):
         self.step = step
         self.seconds = 0.0
         self.loader = loader
-        self.sampler: Sampler = store.training_sampler(config)
-        if config.trainer.overfit_batches:
-            self.sampler = FirstBatches(self.sampler, config.trainer.overfit_batches)
+        self.sampler = training_sampler(config, store)
         self.held_out = store.split("valid")
         self.starts = store.document_starts("valid", config.data)
         length, stride = spans(flat(to_dict(config)))
@@ -136,41 +70,3 @@ class RtxDataModule(pl.LightningDataModule):
         rank = self.loader.get("rank", 0)
         world = self.loader.get("world", 1)
         return WindowBatches(self.held_out, chosen, rank, world, self.starts)
-
-
-class WindowBatches:
-    """Windows of a split in batches of equal length, of which each rank scores its share.
-
-    Yields ids `[B, N]` (with documents see `tokens_and_documents`), the number of tokens of each
-    window that only serve as context `[B]`, and the number of each window `[B]`; int64. A rank
-    without a batch in the last turn repeats the last batch with numbers REPEATED, because under
-    FSDP all ranks take part in every pass.
-    """
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        chosen: Sequence[Window],
-        rank: int = 0,
-        world: int = 1,
-        starts: np.ndarray | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.starts = starts
-        self.chosen = chosen
-        self.rank = rank
-        self.world = world
-        self.batches = equal_batches(chosen, None)
-
-    def __len__(self) -> int:
-        return -(-len(self.batches) // self.world)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        last = len(self.batches) - 1
-        for turn in range(self.rank, len(self) * self.world, self.world):
-            numbers = self.batches[min(turn, last)]
-            here = [self.chosen[k] for k in numbers]
-            units, skipped_B = read_windows(self.tokens, here, self.starts)
-            if turn > last:
-                numbers = [REPEATED] * len(numbers)
-            yield units, skipped_B, torch.tensor(numbers)

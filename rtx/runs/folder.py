@@ -35,7 +35,9 @@ FOLDERS_OF_A_RUN = (
     "csv",
 )
 LOCK = "lock"
-OTHERS_OF_A_RUN = (RESUMES, LOCK, "output.log", "audit.json", "wandb.json")
+WANDB_RECORD = "wandb.json"
+"""The run at Weights & Biases to which a run was logged."""
+OTHERS_OF_A_RUN = (RESUMES, LOCK, "output.log", "audit.json", WANDB_RECORD)
 EXPORT_FACTS = "export.json"
 """In the folder of an exported model: from which run and checkpoint it is."""
 
@@ -145,6 +147,12 @@ def runs_below(folder: Path) -> list[Path]:
     """
     refuse_unreadable(folder)
     return sorted(run_folders(folder), key=last_active, reverse=True)
+
+
+def logged_to_wandb(folder: Path) -> list[Path]:
+    """Return what was logged to Weights & Biases: a run, or the runs directly in a folder."""
+    records = [folder / WANDB_RECORD, *sorted(folder.glob(f"*/{WANDB_RECORD}"))]
+    return [path.parent for path in records if path.is_file()]
 
 
 def last_active(run: Path) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import names_inside, open_inside, rename_inside, replace_inside
 from rtx.errors import DAMAGED, RunFailed, UserError, refuse, shorten
@@ -49,28 +48,17 @@ Checkpoint = dict[str, Any]
 """Lightning's dict, with the weights as `model`, and `format`, `step`, `config` and `data`."""
 
 
-class CheckpointFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its file, syncs and renames it.
+def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Replace a checkpoint; `RunFailed` where the disk is full: all files stay as they were.
 
-    Lightning's own class holds the file in memory, and does not sync it.
+    The new one is written beside its file, synced and renamed.
     """
-
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, path: Any, storage_options: Any = None
-    ) -> None:
-        """Replace a checkpoint; `RunFailed` where the disk is full: all files stay as they were."""
-        path = Path(path)
-        folder, name = in_run(path)
-        former = "previous.ckpt" if path.name == "last.ckpt" else None
-        try:
-            replace_inside(folder, name, lambda file: write_zip(file, checkpoint), former=former)
-        except OSError as error:
-            raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> Checkpoint:
-        return read_checkpoint(Path(path))
+    folder, name = in_run(path)
+    former = "previous.ckpt" if path.name == "last.ckpt" else None
+    try:
+        replace_inside(folder, name, lambda file: write_zip(file, checkpoint), former=former)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:

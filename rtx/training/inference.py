@@ -39,7 +39,7 @@ from rtx.training.checkpoint import (
 )
 from rtx.training.export import KEPT, LARGEST_FACTS, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
-from rtx.training.passes import WEIGHT_TYPES
+from rtx.training.precision import WEIGHT_TYPES
 
 STREAM = 65_536
 """Tokens of a window where the model has a memory."""

@@ -32,7 +32,7 @@ from rtx.disk import (
 )
 from rtx.errors import UserError
 from rtx.progress import say as say_line
-from rtx.runs.folder import METRICS, shown
+from rtx.runs.folder import METRICS, WANDB_RECORD, logged_to_wandb, shown
 from rtx.runs.records import LARGEST_ROWS, MetricsRow, each_row, finite
 from rtx.runs.status import utc_now
 from rtx.settings.requirements import wandb_mode
@@ -47,9 +47,8 @@ NOTHING_ADDED = "nothing is added there"
 """The ends of the line on an error of W&B: of a run, and of a later command."""
 QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 """Variables that wandb reads when it is first imported."""
-RECORD = "wandb.json"
 LARGEST_SETTINGS = 1 << 20
-"""The most bytes of it, and of a file with settings."""
+"""The most bytes of wandb.json, and of a file with settings."""
 WANDB_LINKS = ("latest-run", "debug.log", "debug-internal.log")
 """Links that W&B itself makes in its folder in a run."""
 OF_RUN = ("project", "entity", "group", "name", "job_type", "tags")
@@ -263,7 +262,7 @@ class GuardedWandbLogger(WandbLogger):
                 raise ValueError("no key found (wandb login)")
         named = {**options, "id": run_id(folder)}
         record = {key: value for key, value in named.items() if key != "mode"}
-        write_json(folder, RECORD, record)
+        write_json(folder, WANDB_RECORD, record)
         # W&B stages the files of artifacts there.
         os.environ["WANDB_DATA_DIR"] = str(make_wandb_folder(folder))
         settings = wandb.Settings(
@@ -325,8 +324,8 @@ class GuardedWandbLogger(WandbLogger):
 
 def run_id(folder: Path) -> str:
     """Return the id that W&B has for a run, or a new one."""
-    if is_file_inside(folder, RECORD):
-        return json.loads(read_inside(folder, RECORD, LARGEST_SETTINGS))["id"]
+    if is_file_inside(folder, WANDB_RECORD):
+        return json.loads(read_inside(folder, WANDB_RECORD, LARGEST_SETTINGS))["id"]
     return secrets.token_hex(4)
 
 
@@ -382,21 +381,18 @@ def title(config: Config, folder: Path) -> dict[str, Any]:
     }
 
 
-def add_to_wandb(
+def upload(
     folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
 ) -> None:
-    """Add figures and files to a run at W&B, if it was logged there.
+    """Add figures and files to the run at W&B to which a run was logged.
 
     If `folder` has several runs, of which one was logged, they are added to a new run at W&B. A run
     that was logged offline gets them offline. An error is printed in a line.
     """
-    folders = [path.parent for path in (folder / RECORD, *sorted(folder.glob(f"*/{RECORD}")))]
-    logged = [one for one in folders if (one / RECORD).is_file()]
-    if not logged:
-        return
+    logged = logged_to_wandb(folder)
     os.environ |= QUIET
     try:
-        record = json.loads(read_inside(logged[0], RECORD, LARGEST_SETTINGS))
+        record = json.loads(read_inside(logged[0], WANDB_RECORD, LARGEST_SETTINGS))
         options = {key: record[key] for key in OF_RUN}
         if logged[0] != folder:
             options |= {"name": f"{kind} on {folder.name}", "job_type": kind}

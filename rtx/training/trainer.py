@@ -15,8 +15,8 @@ from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
 from rtx.training.callbacks import run_callbacks
 from rtx.training.callbacks.rows import write_score
-from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
+from rtx.training.lightning_plugins import CheckpointFiles
 from rtx.training.module import TrainingModule
 from rtx.training.session import Session
 

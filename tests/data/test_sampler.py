@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.data.datamodule import token_ids, training_batches
+from rtx.data.batches import token_ids, training_batches
 from rtx.data.sampler import FirstBatches, ShuffledWindows
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.training.checkpoint import CheckpointFiles
+from rtx.training.checkpoint import save_checkpoint
 from tests.helpers.disturbances import asked
 from tests.helpers.small_runs import SIZES, Workshop
 
@@ -46,7 +46,7 @@ def craft(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     change(checkpoint)
     path.with_name("previous.ckpt").unlink(missing_ok=True)
     with warnings.catch_warnings(action="ignore"):
-        CheckpointFiles().save_checkpoint(checkpoint, path)
+        save_checkpoint(checkpoint, path)
 
 
 def moments(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:

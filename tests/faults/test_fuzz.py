@@ -36,7 +36,7 @@ from rtx.report.run_records import collect
 from rtx.runs.resumption import already_done
 from rtx.runs.status import read_status, run_state
 from rtx.settings.run_config import load_run_config
-from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint
+from rtx.training.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
 from rtx.training.inference import run_config
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.made_sets import encoded, opened, write_table
@@ -233,7 +233,7 @@ def test_a_checkpoint(workshop: Workshop, run: Path, tmp_path: Path, data: DataO
     crafted = mutated(data, read_checkpoint(run / "checkpoints" / "last.ckpt"), VALUES | TENSORS)
     for name in ("best", "last"):
         (folder / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
-        CheckpointFiles().save_checkpoint(crafted, folder / "checkpoints" / f"{name}.ckpt")
+        save_checkpoint(crafted, folder / "checkpoints" / f"{name}.ckpt")
     with refused_in_words():
         newest_checkpoint(folder / "checkpoints", set_aside=False, report=str)
     with refused_in_words():

@@ -33,7 +33,7 @@ from rtx.runs.status import read_status, run_state
 from rtx.settings.run_config import load_run_config
 from rtx.sweeps.launcher import start
 from rtx.tables import Column, Table
-from rtx.training.checkpoint import FORMAT, CheckpointFiles, read_checkpoint
+from rtx.training.checkpoint import FORMAT, read_checkpoint, save_checkpoint
 from tests.helpers.disturbances import asked, deadline
 from tests.helpers.small_runs import SIZES, Workshop, after, draw_nothing
 
@@ -263,7 +263,7 @@ def craft(path: Path, place: list[Any], value: Any = None) -> None:
     if value is not None:
         inner.insert(last, value) if isinstance(inner, list) else inner.update({last: value})
     path.with_name("previous.ckpt").unlink(missing_ok=True)
-    CheckpointFiles().save_checkpoint(checkpoint, path)
+    save_checkpoint(checkpoint, path)
 
 
 PARTS = [

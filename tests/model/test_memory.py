@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.data.datamodule import token_ids
+from rtx.data.batches import token_ids
 from rtx.data.sampler import ContiguousStreams
 from rtx.model.memory import Compression, Memory, MemoryBlock
 from rtx.model.multihead import MultiheadAttention

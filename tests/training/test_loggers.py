@@ -21,7 +21,8 @@ import pytest
 import wandb
 
 from rtx.settings.schema import Config, LoggerConfig
-from rtx.training.loggers import JsonlLogger, add_to_wandb, wandb_logger
+from rtx.training.loggers import JsonlLogger, wandb_logger
+from rtx.training.uploads import add_to_wandb
 from tests.helpers.small_runs import SIZES, Workshop, after, read_metrics
 
 

@@ -98,7 +98,7 @@ def checkpoint(step: int) -> dict[str, Any]:
 
 def save_last(folder: Path, *steps: int) -> Path:
     for step in steps:
-        files.CheckpointFiles().save_checkpoint(checkpoint(step), folder / "last.ckpt")
+        files.save_checkpoint(checkpoint(step), folder / "last.ckpt")
     return folder / "last.ckpt"
 
 
@@ -159,9 +159,7 @@ class Evil:
 
 def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    files.CheckpointFiles().save_checkpoint(
-        {**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt"
-    )
+    files.save_checkpoint({**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt")
     with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
         newest_checkpoint(tmp_path, set_aside=True)
     with zipfile.ZipFile(path) as archive:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from rtx.attention.centroids import after_step
+from rtx.data.batches import MicroBatches
 from rtx.data.catalog import open_data
-from rtx.data.datamodule import MicroBatches
 from rtx.data.sampler import ShuffledWindows
 from rtx.evaluation.scores import score_batch
 from rtx.settings.compose import compose
 from rtx.settings.run_config import load_run_config
 from rtx.settings.schema import Config, OptimizerConfig, TrainerConfig
 from rtx.training.adafactor import Adafactor
-from rtx.training.checkpoint import CheckpointFiles, read_checkpoint
+from rtx.training.checkpoint import read_checkpoint, save_checkpoint
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.start import build_model, seed_everything
 from tests.helpers.small_runs import Workshop, difference, read_metrics, status_of
@@ -71,7 +71,7 @@ def test_scores_of_other_windows_are_not_compared(workshop: Workshop) -> None:
     better["callbacks"]["Validations"]["best"]["bits"] = (
         0.1  # as if the few windows had been easy ones
     )
-    CheckpointFiles().save_checkpoint(better, last(run))
+    save_checkpoint(better, last(run))
     workshop.command("resume", str(run), "trainer.steps=8", "trainer.val_windows=null")
     best = status_of(run).best
     assert best is not None and best.windows == 5 and best.bits > 1

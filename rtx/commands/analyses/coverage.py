@@ -9,14 +9,13 @@ of 3 is `rtx.analysis.coverage.Retained`.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from rtx.analysis.coverage import NAMES, at_keys, fit, measure, selections
 from rtx.analysis.loss_by_position import estimate
 from rtx.cli.options import CoverageOptions
 from rtx.commands.analyses.common import Result, whole_windows
-from rtx.data.datamodule import RtxDataModule
+from rtx.data.batches import training_batches, training_sampler
 from rtx.data.store import Store
 from rtx.data.windows import read_windows, sample_windows
 from rtx.errors import UserError, plural
@@ -115,9 +114,9 @@ def sizes_around(keys: int, length: int) -> list[int]:
 
 def fit_to_training(run: LoadedRun, store: Store, config: Config, patterns: nn.ModuleList) -> None:
     """Fit centroids and thresholds of the patterns to training batches; the model stays."""
-    for micro_batches in RtxDataModule(config, store).train_dataloader():
-        tokens_BN = torch.cat(micro_batches).long()
-        fit(config, run.model, patterns, tokens_BN.to(run.device))
+    sampler = training_sampler(config, store)
+    for tokens_BN in training_batches(sampler, 0, config.trainer.steps):
+        fit(config, run.model, patterns, tokens_BN.long().to(run.device))
 
 
 def measure_windows(

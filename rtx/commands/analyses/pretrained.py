@@ -41,7 +41,7 @@ from rtx.settings.identity import short_hash
 from rtx.settings.requirements import precision_on
 from rtx.tables import Column, print_table
 from rtx.training.inference import prepare_device
-from rtx.training.passes import WEIGHT_TYPES
+from rtx.training.precision import WEIGHT_TYPES
 
 COLUMNS = (
     Column("label", "further keys"),

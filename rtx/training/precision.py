@@ -1,0 +1,20 @@
+"""The types of weights and of new tensors by hardware.precision."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+WEIGHT_TYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
+"""The type of weights by hardware.precision, where it is not float32."""
+
+
+@contextlib.contextmanager
+def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the default type of new floating-point tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
