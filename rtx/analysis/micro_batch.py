@@ -40,7 +40,8 @@ def choose_micro_batch(
     model.recompute only what is `auto` is chosen; both change a step's result by rounding alone. A
     small micro-batch costs little time, recomputation about a third, so it comes last.
 
-    `total`: the cost of the configuration, which is the same on all hardware; None: computed here.
+    `total`: the cost of the configuration, which is the same on all hardware, for all micro-batches
+    and with recomputed blocks; None: computed here.
     """
     config = with_values(config, {"hardware.devices": world, "hardware.nodes": 1})
     filled = FILLED_CPU
@@ -86,12 +87,13 @@ def fit_to_device(
     vocabulary: int,
     device_bytes: float,
     world: int = 1,
+    total: Cost | None = None,
 ) -> tuple[Config, str]:
-    """Return a configuration with the choices of `choose_micro_batch`.
+    """Return a configuration with the choices of `choose_micro_batch`, which says what `total` is.
 
     The second result is a line for the user: what was chosen, or that it may not fit; else "".
     """
-    fit = choose_micro_batch(config, vocabulary, device_bytes, world)
+    fit = choose_micro_batch(config, vocabulary, device_bytes, world, total)
     fitted = with_choice(config, fit.micro_batch_size, fit.recompute)
     choice = f"hardware.precision={precision_on(config.hardware, on_gpu(config))}"
     choice += f" trainer.micro_batch_size={fit.micro_batch_size}"

@@ -90,10 +90,9 @@ class Command:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
             return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
-        patterns = self.keys
-        if self.composes and not self.keys:
-            patterns = ("*",)
-        keys = [key for key in settings() if any(fnmatchcase(key, pattern) for pattern in patterns)]
+        keys = [*settings()]
+        if self.keys or not self.composes:
+            keys = [key for key in keys if any(fnmatchcase(key, name) for name in self.keys)]
         # A run may need the code of its extensions.
         extensions = ["extensions"] if self.positional.needs_run else []
         return [*self.own, *extensions, *keys]

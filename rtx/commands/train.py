@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import Logger
 
-from rtx.analysis.cost import cost
+from rtx.analysis.cost import Cost, cost
 from rtx.analysis.engines import attention_line, gpu_here
 from rtx.analysis.micro_batch import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
@@ -157,7 +157,8 @@ def run_first_rank(
     # The data are opened first: an error in them must leave no folder of a run.
     store = open_data(config.data, stores_of(folder, config.data))
     store.training_sampler(config)
-    fitted, choice = fitted_to_device(config, hardware, store)
+    total = cost(config, store.vocabulary)
+    fitted, choice = fitted_to_device(config, hardware, store, total)
     # A signal waits until the run has a status in which it can be recorded.
     signals.holding = True
     begin = (lambda: None) if reason else partial(write_config, fitted, folder)
@@ -171,6 +172,7 @@ def run_first_rank(
             hardware=resolve_hardware(fitted),
             folder=folder,
             store=store,
+            cost=total,
             signals=signals,
             ranks=Ranks(0, hardware.world),
             status=status,
@@ -191,13 +193,15 @@ def run_other_rank(config: Config, hardware: Hardware, folder: Path, reason: str
     try:
         with Signals() as signals:
             store = open_data(config.data, stores_of(folder, config.data), say)
-            fitted, _ = fitted_to_device(config, hardware, store)
+            total = cost(config, store.vocabulary)
+            fitted, _ = fitted_to_device(config, hardware, store, total)
             session = Session(
                 config=fitted,
                 requested=config,
                 hardware=resolve_hardware(fitted),
                 folder=folder,
                 store=store,
+                cost=total,
                 signals=signals,
                 ranks=ranks,
                 resumed=bool(reason),
@@ -228,10 +232,12 @@ def report_stop(stop: Stopped, folder: Path) -> int:
     return stop.code
 
 
-def fitted_to_device(config: Config, hardware: Hardware, store: Store) -> tuple[Config, str]:
+def fitted_to_device(
+    config: Config, hardware: Hardware, store: Store, total: Cost
+) -> tuple[Config, str]:
     """Return the configuration with a micro-batch that fits the device, and a line that says so."""
     device_bytes = device_memory(config, hardware.devices) or 0
-    return fit_to_device(config, store.vocabulary, device_bytes, hardware.world)
+    return fit_to_device(config, store.vocabulary, device_bytes, hardware.world, total)
 
 
 def train_within_memory(session: Session) -> None:
@@ -333,8 +339,7 @@ def run_meter(session: Session) -> Meter:
     config = session.config
     hardware = session.hardware
     name = torch.cuda.get_device_name() if hardware.on_gpu else None
-    total = cost(config, session.store.vocabulary)
-    result = meter(config, total, name, hardware.precision, hardware.world)
+    result = meter(config, session.cost, name, hardware.precision, hardware.world)
     if name and result.peak is None:
         say(f"MFU is not computed: rtx does not know the peak of {name} in {hardware.precision}")
     return result
@@ -342,10 +347,9 @@ def run_meter(session: Session) -> Meter:
 
 def logged_facts(session: Session) -> dict[str, Any]:
     """Return what is logged beside the configuration: sizes, costs, versions of code and data."""
-    total = cost(session.config, session.store.vocabulary)
     return {
-        "parameters": total.parameters,
-        "teraflop_per_step": total.step(session.config) / 1e12,
+        "parameters": session.cost.parameters,
+        "teraflop_per_step": session.cost.step(session.config) / 1e12,
         "rtx": __version__,
         "rtx_commit": code_commit(),
         "data_fingerprint": session.store.fingerprint,

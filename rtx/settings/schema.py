@@ -687,11 +687,13 @@ def to_config(values: Mapping[str, Any]) -> Config:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with other values at some dotted keys."""
+    leaves: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")
-        if section:
-            changed = replace(getattr(config, section), **{leaf: value})
-            config = replace(config, **{section: changed})
-        else:
-            config = replace(config, **{name: value})
-    return config
+        leaves.setdefault(section, {})[leaf] = value
+    # A copy of a section for each of its keys would take most of the time.
+    config = replace(config, **leaves.pop("", {}))
+    changed = {
+        section: replace(getattr(config, section), **inner) for section, inner in leaves.items()
+    }
+    return replace(config, **changed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.analysis.cost import Cost
 from rtx.data.store import Store
 from rtx.runs.folder import shown
 from rtx.runs.signals import Signals, state_after
@@ -34,6 +35,8 @@ class Session:
     hardware: Hardware
     folder: Path
     store: Store
+    cost: Cost
+    """Of `config`, and the same for all values of the keys that `auto` chooses."""
     signals: Signals
     ranks: Ranks
     status: Status | None = None

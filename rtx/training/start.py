@@ -100,7 +100,9 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
     inexact = record_start(session.folder, record, changed, anew=session.start is None)
     if inexact:
         warn(f"no longer exact: {', '.join(inexact)}")
-    write_config(session.config, session.folder)
+    if session.resumed:
+        # `rtx train` has written that of a new run as it made the folder.
+        write_config(session.config, session.folder)
     tokenizer = session.store.tokenizer_file
     if tokenizer:
         # With this file `rtx sample` needs no data.

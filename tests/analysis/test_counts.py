@@ -318,6 +318,7 @@ def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None
         tried = micro_batch.with_choice(config, size, False)
         return sum(plan.footprint(tried, cost(tried, 256), size, 256).values()) / micro_batch.FILLED
 
+    assert cost(micro_batch.with_choice(config, 1, True), 256) == cost(config, 256)
     for size in (12, 4, 1):
         assert micro_batch.choose_micro_batch(config, 256, 1.001 * room(size))[:2] == (size, False)
         assert micro_batch.choose_micro_batch(config, 256, 0.999 * room(size))[:2] != (size, False)

@@ -54,8 +54,8 @@ def test_a_gpu_without_a_known_peak_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hardware = SimpleNamespace(on_gpu=True, precision="bf16", world=1)
-    store = SimpleNamespace(vocabulary=256)
-    session: Any = SimpleNamespace(config=planned(), hardware=hardware, store=store)
+    config = planned()
+    session: Any = SimpleNamespace(config=config, hardware=hardware, cost=cost(config, 256))
     for name in ("Radeon", "NVIDIA H200"):
         monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
         assert (run_meter(session).peak is None) == (name == "Radeon")

@@ -41,6 +41,7 @@ def session(folder: Path, accelerator: str = "cpu", **status: Any) -> Session:
         hardware=hardware,
         folder=folder,
         store=mock.Mock(),
+        cost=mock.Mock(),
         signals=mock.Mock(),
         ranks=Ranks(0, 1),
         **status,
