@@ -20,7 +20,6 @@ from hydra._internal import core_plugins
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,14 +44,14 @@ from rtx.settings.schema import (
     all_fields,
     flat,
     to_config,
-    to_dict,
     with_values,
 )
+from rtx.settings.sources import ConfSearchPath, ConfSource, PresetSource
 
 NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
 """Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
-SOURCES = {"file", "pkg", "rtx", "structured"}
-"""Schemes of the sources from which Hydra composes a configuration; each is a plug-in."""
+PLUGINS = {"ImportlibResourcesConfigSource", "StructuredConfigSource", "GridSweeper"}
+"""Plug-ins that rtx needs, of those that Hydra finds in its own folder and in `hydra_plugins`."""
 COMPOSITIONS_KEPT = 256
 """How many compositions each cache has; one takes 0.45 MB."""
 OWN_IMAGE_SIDE = 32
@@ -211,7 +210,7 @@ def composed(words: tuple[str, ...]) -> DictConfig:
     Values have no types yet: `to_config` reads them.
     """
     load_plugins()
-    store_schema()
+    store_data_sets()
     folder = str(conf_dir())
     with (
         user_errors(),
@@ -230,16 +229,15 @@ CACHES.append(composed.cache_clear)
 
 
 @functools.cache
-def store_schema() -> None:
-    """Give Hydra the schema and the defaults of registered data sets, once for all compositions."""
+def store_data_sets() -> None:
+    """Give Hydra the defaults of registered data sets, once for all compositions."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=to_dict(Config()))
     for name, data_set in SETS.items():
         if data_set.defaults is not None:
             store.store(group="data", name=name, node=dict(data_set.defaults))
 
 
-CACHES.append(store_schema.cache_clear)
+CACHES.append(store_data_sets.cache_clear)
 
 
 def load_plugins() -> None:
@@ -262,9 +260,9 @@ def load_plugins() -> None:
             reason = message.strip().splitlines()[-1].strip()
             raise MemoryError(reason)
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    sources = cast(list[type[ConfigSource]], plugins.discover(ConfigSource))
-    schemes = {source.scheme() for source in sources}
-    if schemes >= SOURCES:
+    if {plugin.__name__ for plugin in plugins.discover()} >= PLUGINS:
+        for plugin in (ConfSource, PresetSource, ConfSearchPath):
+            plugins.register(plugin)
         return
     for folder in [*core_plugins.__path__, *hydra_plugins.__path__]:
         # An error here says why Hydra could not read it either.
@@ -290,8 +288,7 @@ def search_path() -> list[str]:
     urls: list[str] = []
     for folder in CONFIG_DIRS:
         escaped = str(folder).replace("'", r"\'")
-        # `hydra_plugins.rtx_presets` reads them.
-        urls.append(f"'rtx://{escaped}'")
+        urls.append(f"'{PresetSource.scheme()}://{escaped}'")
     return [f"hydra.searchpath=[{','.join(urls)}]"]
 
 

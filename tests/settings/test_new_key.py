@@ -11,8 +11,7 @@ import pytest
 from rtx.cli.help import candidates, command_page
 from rtx.errors import UserError
 from rtx.report.score_rows import row_key
-from rtx.settings import compose as composition
-from rtx.settings import effects, schema
+from rtx.settings import effects, schema, sources
 from rtx.settings.compose import compose
 from rtx.settings.effects import ROUNDING
 from rtx.settings.fields import Since, key
@@ -60,7 +59,7 @@ def hash_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Add the key to a copy of the schema; return the hash that the default cell had before."""
     before = config_hash(compose([]))
     monkeypatch.setattr(schema, "Config", ConfigWithKey)
-    monkeypatch.setattr(composition, "Config", ConfigWithKey)
+    monkeypatch.setattr(sources, "Config", ConfigWithKey)
     forget()
     yield before
     monkeypatch.undo()

@@ -1,5 +1,6 @@
 """Mistakes in presets of the user get the messages of the command line."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,18 @@ def test_a_mistake_in_a_preset(folder: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose(["model=wrong"])
     assert message in str(caught.value)
+
+
+def test_a_preset_is_read_again_after_an_edit_of_the_same_size_and_time(folder: Path) -> None:
+    path = folder / "model" / "good.yaml"
+    assert compose(["model=good"]).model.layers == 3
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_text("layers: 5\n")
+    os.utime(path, ns=times)
+    # Another choice of groups is composed anew.
+    assert compose(["model=good", "optimizer=adam"]).model.layers == 5
+    forget()
+    assert compose(["model=good"]).model.layers == 5
 
 
 def test_a_model_beside_an_experiment_with_another_one_is_refused(folder: Path) -> None:
