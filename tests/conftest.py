@@ -36,8 +36,8 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare Triton, and register the fixtures of small runs.
 
-    Both import torch and Lightning, which takes seconds. The process that hands tests to workers
-    runs no test and needs neither.
+    Both import torch, which takes seconds. The process that hands tests to workers runs no test and
+    needs neither.
     """
     if hands_out_tests(config):
         return
@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def hands_out_tests(config: pytest.Config) -> bool:
     """Return whether other processes run the tests of this one: pytest-xdist's workers."""
     is_worker = hasattr(config, "workerinput")
-    distributes = config.getoption("dist", "no") != "no" and not config.option.collectonly
-    return distributes and not is_worker
+    has_workers = config.getoption("dist", "no") != "no" and bool(config.getoption("tx", None))
+    return has_workers and not is_worker and not config.option.collectonly
 
 
 def prepare_triton() -> None:
@@ -121,12 +121,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collection skip all objects of modules and tests.
+    """Let garbage collection skip all objects of modules and tests, and come less often.
 
-    Each full collection would look at them, a sixth of the time of the tests.
+    Each full collection would look at them, a sixth of the time of the tests. Configurations are
+    many small objects, of which few are garbage.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def mark_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,8 +40,8 @@ def choose_micro_batch(
     model.recompute only what is `auto` is chosen; both change a step's result by rounding alone. A
     small micro-batch costs little time, recomputation about a third, so it comes last.
 
-    `total`: the cost of the configuration, which is the same on all hardware, for all micro-batches
-    and with recomputed blocks; None: computed here.
+    `total`: the cost of the configuration, which hardware, micro-batch and recomputation do not
+    change; None: computed here.
     """
     config = with_values(config, {"hardware.devices": world, "hardware.nodes": 1})
     filled = FILLED_CPU
@@ -89,7 +89,7 @@ def fit_to_device(
     world: int = 1,
     total: Cost | None = None,
 ) -> tuple[Config, str]:
-    """Return a configuration with the choices of `choose_micro_batch`, which says what `total` is.
+    """Return a configuration with the choices of `choose_micro_batch`; `total`: as there.
 
     The second result is a line for the user: what was chosen, or that it may not fit; else "".
     """

@@ -91,8 +91,9 @@ class Command:
         if self.name == "resume":
             return ["hardware", "logger", "extensions", *filter(may_change, all_fields())]
         keys = [*settings()]
-        if self.keys or not self.composes:
-            keys = [key for key in keys if any(fnmatchcase(key, name) for name in self.keys)]
+        reads_all = self.composes and not self.keys
+        if not reads_all:
+            keys = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys)]
         # A run may need the code of its extensions.
         extensions = ["extensions"] if self.positional.needs_run else []
         return [*self.own, *extensions, *keys]

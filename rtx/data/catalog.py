@@ -33,7 +33,6 @@ from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.paths import expand_path, refuse_non_utf8
 from rtx.settings.data_sets import LONG_CONTEXT, MADE, SETS
 from rtx.settings.fields import imported
-from rtx.settings.preset_files import LOADER
 from rtx.settings.presets import preset
 from rtx.settings.schema import DataConfig
 from rtx.tables import aligned
@@ -125,7 +124,7 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
 def options_of(data: DataConfig) -> str:
     """Return the command-line options of a store, for messages: what differs from conf/data."""
     path = preset("data", data.name)
-    defaults = yaml.load(read_named(path), LOADER) if path else SETS[data.name].defaults
+    defaults = yaml.safe_load(read_named(path)) if path else SETS[data.name].defaults
     default = DataConfig(**(defaults or {}))
     hidden = {"name", "verify", "processes", "documents"}
     if data.tokenizer != "sentencepiece":

@@ -36,7 +36,7 @@ FOLDERS_OF_A_RUN = (
 )
 LOCK = "lock"
 WANDB_RECORD = "wandb.json"
-"""The run at Weights & Biases to which a run was logged."""
+"""The file that names the run at Weights & Biases to which a run was logged."""
 OTHERS_OF_A_RUN = (RESUMES, LOCK, "output.log", "audit.json", WANDB_RECORD)
 EXPORT_FACTS = "export.json"
 """In the folder of an exported model: from which run and checkpoint it is."""
@@ -150,7 +150,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def logged_to_wandb(folder: Path) -> list[Path]:
-    """Return what was logged to Weights & Biases: a run, or the runs directly in a folder."""
+    """Return the folders with a WANDB_RECORD: this one first, then those directly in it."""
     records = [folder / WANDB_RECORD, *sorted(folder.glob(f"*/{WANDB_RECORD}"))]
     return [path.parent for path in records if path.is_file()]
 

@@ -46,12 +46,15 @@ from rtx.settings.schema import (
     to_config,
     with_values,
 )
-from rtx.settings.sources import ConfSearchPath, ConfSource, PresetSource
+from rtx.settings.sources import PRIMARY, ConfSearchPath, ConfSource, PresetSource
 
 NAMED_BY_FILE = ("data", "optimizer", "hardware", "model")
 """Groups whose options have the names of their files as `<group>.name`, by conf/config.yaml."""
 PLUGINS = {"ImportlibResourcesConfigSource", "StructuredConfigSource", "GridSweeper"}
-"""Plug-ins that rtx needs, of those that Hydra finds in its own folder and in `hydra_plugins`."""
+"""Plug-ins of both folders that Hydra reads, its own and `hydra_plugins`.
+
+Where one is missing, a folder was not read.
+"""
 COMPOSITIONS_KEPT = 256
 """How many compositions each cache has; one takes 0.45 MB."""
 OWN_IMAGE_SIDE = 32
@@ -168,9 +171,7 @@ def lineage(experiment: str) -> list[str]:
     if path is None:
         return []
     names = [experiment]
-    with user_errors(f"{path}: "):
-        node = load_preset(path)
-    defaults: list[Any] = node.get("defaults", []) if isinstance(node, DictConfig) else []
+    defaults: list[Any] = load_preset(path).get("defaults", [])
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
             names += lineage(entry.removeprefix("/experiment/"))
@@ -217,7 +218,9 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         hydra.initialize_config_dir(folder, job_name="rtx", version_base="1.3"),
     ):
         overrides = [*words, *search_path()]
-        node = hydra.compose("config", overrides, return_hydra_config=True)
+        node = hydra.compose(PRIMARY, overrides, return_hydra_config=True)
+        # Only the schema has this key.
+        assert "seed" in node, "Hydra has read conf/ without the schema"
         for group in NAMED_BY_FILE:
             # The name refers to Hydra's choices, which only exist within this block.
             node[group].name = node[group].name
@@ -241,7 +244,7 @@ CACHES.append(store_data_sets.cache_clear)
 
 
 def load_plugins() -> None:
-    """Let Hydra import its plug-ins.
+    """Let Hydra import its plug-ins, and register those of rtx.
 
     Hydra itself ignores a folder that cannot be read, and only warns of a plug-in that cannot be
     imported, also where the reason is too little memory.

@@ -23,25 +23,39 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")
 """A reference to another key, such as ${data.length}."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 TEXTS_KEPT = 512
-"""How many files each cache has."""
+"""The most texts that each cache keeps."""
 
 
-def load_preset(path: Path) -> DictConfig | ListConfig:
-    """Return the content of a preset's file; errors as of `preset_text`."""
-    return loaded(preset_text(path))
+def load_preset(path: Path) -> DictConfig:
+    """Return the content of a preset's file; errors of `preset_text` and `content`."""
+    return content(path, preset_text(path))
+
+
+def content(path: Path, text: str) -> DictConfig:
+    """Return the content of a file with this text; `UserError` unless it has keys with values."""
+    try:
+        result = loaded(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {shorten(str(error), 200)}") from error
+    except OSError:
+        # OmegaConf raises it for a text that is a single value.
+        result = None
+    if not isinstance(result, DictConfig):
+        raise UserError(f"{path}: must have keys with values")
+    return result
 
 
 def loaded(text: str) -> DictConfig | ListConfig:
     """Return the content of a file of YAML, for the caller to change; each text is parsed once.
 
-    To unpickle it takes a tenth of the time of `deepcopy`.
+    Unpickling takes a tenth of the time of `deepcopy`.
     """
     return pickle.loads(pickled(text))
 
 
 @functools.lru_cache(maxsize=TEXTS_KEPT)
 def pickled(text: str) -> bytes:
-    """Return what a file of YAML says, pickled."""
+    """Return the content of a file of YAML, pickled."""
     return pickle.dumps(OmegaConf.load(io.StringIO(text)))
 
 

@@ -686,14 +686,17 @@ def to_config(values: Mapping[str, Any]) -> Config:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with other values at some dotted keys."""
-    leaves: dict[str, dict[str, Any]] = {}
+    """Return a copy of a configuration with other values at some dotted keys.
+
+    A value may be a section as a whole; those of its keys are set on top of it.
+    """
+    by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        section, _, leaf = name.rpartition(".")
-        leaves.setdefault(section, {})[leaf] = value
-    # A copy of a section for each of its keys would take most of the time.
-    config = replace(config, **leaves.pop("", {}))
+        section, _, key = name.rpartition(".")
+        by_section.setdefault(section, {})[key] = value
+    config = replace(config, **by_section.pop("", {}))
+    # Each section is copied once, not once for each of its keys.
     changed = {
-        section: replace(getattr(config, section), **inner) for section, inner in leaves.items()
+        section: replace(getattr(config, section), **keys) for section, keys in by_section.items()
     }
     return replace(config, **changed)

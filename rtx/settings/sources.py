@@ -1,7 +1,7 @@
-"""Where Hydra finds the files of `conf/` with the schema, and presets of the user.
+"""Hydra's sources for the files of `conf/` with the schema, and for presets of the user.
 
-Only programs of rtx register these plug-ins: other programs on the same machine that use Hydra do
-not import rtx.
+rtx registers these plug-ins when it first composes. In `hydra_plugins/` every program that uses
+Hydra would import them.
 """
 
 import functools
@@ -13,31 +13,26 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from yaml import YAMLError
+from omegaconf import DictConfig, OmegaConf
 
-from rtx.settings.preset_files import TEXTS_KEPT, loaded, preset_text
+from rtx.settings.preset_files import content, preset_text
 from rtx.settings.presets import CACHES, conf_dir, read_text
 from rtx.settings.schema import Config, to_dict
 
 PRIMARY = "config"
-"""The file of `conf/` that has the list of all groups."""
+"""The name, without .yaml, of the file in `conf/` that Hydra composes first."""
 
 
 class TextSource(FileConfigSource):
     """A folder of files, whose texts are each parsed once for all compositions."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        text = self.text(self.file(config_path))
-        try:
-            content = self.content(config_path, text)
-        except YAMLError:
-            # Fails as well, with a message that has the name of the file.
-            super().load_config(config_path)
-            raise
-        # Hydra looks for its directives in as much of a file.
+        path = self.file(config_path)
+        text = self.text(path)
+        result = self.parsed(path, text)
+        # Hydra, too, reads its directives from the first 512 characters.
         header = self._get_header_dict(text[:512])
-        return ConfigResult(self.provider, self.full_path(), content, header)
+        return ConfigResult(self.provider, self.full_path(), result, header)
 
     def file(self, config_path: str) -> Path:
         """Return the file of an option, such as `data/text`."""
@@ -47,26 +42,26 @@ class TextSource(FileConfigSource):
         """Return the text of a file; `UserError` where it cannot be read."""
         return read_text(path)
 
-    def content(self, config_path: str, text: str) -> DictConfig | ListConfig:
-        """Return what a file says, for Hydra to change."""
-        return loaded(text)
+    def parsed(self, path: Path, text: str) -> DictConfig:
+        """Return the content of a file, for Hydra to change."""
+        return content(path, text)
 
 
 class ConfSource(TextSource):
     """The folder `conf/`, by `rtx-conf://<folder>` in Hydra's search path.
 
-    The schema is part of the primary file, because each composition makes a deep copy of Hydra's
-    ConfigStore.
+    The schema's defaults are added to the primary file. In Hydra's ConfigStore each composition
+    would copy them.
     """
 
     @staticmethod
     def scheme() -> str:
         return "rtx-conf"
 
-    def content(self, config_path: str, text: str) -> DictConfig | ListConfig:
-        if config_path == PRIMARY:
-            return pickle.loads(pickled_with_schema(text))
-        return super().content(config_path, text)
+    def parsed(self, path: Path, text: str) -> DictConfig:
+        if path == Path(self.path, f"{PRIMARY}.yaml"):
+            return pickle.loads(pickled_with_schema(path, text))
+        return super().parsed(path, text)
 
 
 class PresetSource(TextSource):
@@ -94,10 +89,10 @@ class ConfSearchPath(SearchPathPlugin):
                 element.path = f"{ConfSource.scheme()}://{folder}"
 
 
-@functools.lru_cache(maxsize=TEXTS_KEPT)
-def pickled_with_schema(text: str) -> bytes:
-    """Return the schema's defaults with the values of a file of YAML over them, pickled."""
-    return pickle.dumps(OmegaConf.merge(to_dict(Config()), loaded(text)))
+@functools.lru_cache(maxsize=1)
+def pickled_with_schema(path: Path, text: str) -> bytes:
+    """Return the schema's defaults with the values of a file over them, pickled."""
+    return pickle.dumps(OmegaConf.merge(to_dict(Config()), content(path, text)))
 
 
 CACHES.append(pickled_with_schema.cache_clear)

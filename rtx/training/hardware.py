@@ -16,6 +16,10 @@ from rtx.processes import Launch, launch
 from rtx.settings.requirements import precision_on, refuse_without_gpu
 from rtx.settings.schema import SPREAD, Config, HardwareConfig, ModelConfig
 
+# torch then asks the driver whether there is a GPU, and does not initialise CUDA, which processes
+# that are forked later could not use. Lightning sets the variable, too.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 NO_LIGER = (
     "hardware.loss=liger needs Liger-Kernel: pip install 'rtx[liger]'; take hardware.loss=torch"
 )

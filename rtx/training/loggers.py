@@ -32,7 +32,7 @@ from rtx.disk import (
 )
 from rtx.errors import UserError
 from rtx.progress import say as say_line
-from rtx.runs.folder import METRICS, WANDB_RECORD, logged_to_wandb, shown
+from rtx.runs.folder import METRICS, WANDB_RECORD, shown
 from rtx.runs.records import LARGEST_ROWS, MetricsRow, each_row, finite
 from rtx.runs.status import utc_now
 from rtx.settings.requirements import wandb_mode
@@ -382,22 +382,25 @@ def title(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def upload(
-    folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
+    folder: Path,
+    logged: Path,
+    kind: str,
+    figures: Mapping[str, Any],
+    files: Sequence[Path],
+    step: int,
 ) -> None:
-    """Add figures and files to the run at W&B to which a run was logged.
+    """Add figures and files to the run at W&B that the folder `logged` names: see `add_to_wandb`.
 
-    If `folder` has several runs, of which one was logged, they are added to a new run at W&B. A run
-    that was logged offline gets them offline. An error is printed in a line.
+    They are added to a new run at W&B where `logged` is a run in `folder`.
     """
-    logged = logged_to_wandb(folder)
     os.environ |= QUIET
     try:
-        record = json.loads(read_inside(logged[0], WANDB_RECORD, LARGEST_SETTINGS))
+        record = json.loads(read_inside(logged, WANDB_RECORD, LARGEST_SETTINGS))
         options = {key: record[key] for key in OF_RUN}
-        if logged[0] != folder:
+        if logged != folder:
             options |= {"name": f"{kind} on {folder.name}", "job_type": kind}
         mode, _ = quiet_mode()
-        mode = mode or mode_of(logged[0])
+        mode = mode or mode_of(logged)
         if mode != "disabled":
             options["mode"] = mode
             logger = GuardedWandbLogger(say_line, folder, options, NOTHING_ADDED)

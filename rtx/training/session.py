@@ -36,7 +36,7 @@ class Session:
     folder: Path
     store: Store
     cost: Cost
-    """Of `config`, and the same for all values of the keys that `auto` chooses."""
+    """Of `requested`; micro-batch and recomputation do not change it."""
     signals: Signals
     ranks: Ranks
     status: Status | None = None

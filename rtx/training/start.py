@@ -101,7 +101,7 @@ def record_beginning(session: Session, parameters: int, changed: Differences | N
     if inexact:
         warn(f"no longer exact: {', '.join(inexact)}")
     if session.resumed:
-        # `rtx train` has written that of a new run as it made the folder.
+        # That of a new run was written when its folder was locked.
         write_config(session.config, session.folder)
     tokenizer = session.store.tokenizer_file
     if tokenizer:

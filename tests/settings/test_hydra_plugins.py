@@ -1,11 +1,18 @@
-"""Plug-ins of Hydra that cannot be imported, and what a command then prints."""
+"""Plug-ins of Hydra that cannot be imported, and what of Hydra is composed."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+
+from rtx.settings.compose import compose, composed
+from rtx.settings.presets import forget
 
 PROGRAM = "import sys; from rtx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 UNREADABLE = """
@@ -53,3 +60,24 @@ def test_a_plugin_that_cannot_be_imported(
     assert messages.startswith(line)
     assert "Traceback" not in messages
     assert reason in messages
+
+
+def test_another_program_with_hydra_in_the_same_process(tmp_path: Path) -> None:
+    """Each reads its own folder, and only rtx's has the schema."""
+    (tmp_path / "config.yaml").write_text("layers: 3\n")
+    before = compose(["model=tiny"])
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert hydra_compose("config") == {"layers": 3}
+    forget()
+    assert compose(["model=tiny"]) == before
+
+
+def test_values_of_groups_that_are_not_composed_are_those_of_hydras_files() -> None:
+    folder = Path(hydra.__path__[0], "conf", "hydra")
+    node = composed(("model=tiny",)).hydra
+    output = OmegaConf.load(folder / "output" / "default.yaml")
+    subdir = OmegaConf.to_container(output)["sweep"]["subdir"]  # type: ignore[call-overload,index]
+    assert OmegaConf.to_container(node.sweep)["subdir"] == subdir  # type: ignore[call-overload,index]
+    for group in ("hydra_logging", "job_logging"):
+        content = OmegaConf.load(folder / group / "none.yaml")
+        assert node[group] == content
