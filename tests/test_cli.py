@@ -43,6 +43,16 @@ def answer(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def test_commands_that_do_not_train_import_neither_lightning_nor_the_compiler() -> None:
+    commands = ("analyze", "audit", "eval", "export", "plan", "sample")
+    program = "".join(f"import rtx.commands.{name}\n" for name in commands)
+    program += "import sys; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    modules = printed.stdout.decode().split()
+    assert "torch" in modules
+    assert not {"lightning", "torch._dynamo", "wandb", "transformers"}.intersection(modules)
+
+
 def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Captured) -> None:
     assert not modules_after(["--help"]) & {
         "hydra",

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo  # its option has no public name
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,11 +13,6 @@ from rtx.attention.pattern import Pattern
 
 RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """torch's option by which a compiled, recomputed block does not gather statistics twice."""
-
-COMPILER_OPTIONS = {}
-if hasattr(torch._dynamo.config, RECOMPUTED_ONCE):
-    COMPILER_OPTIONS[RECOMPUTED_ONCE] = True
-
 
 Shapes = tuple[torch.Size | None, ...]
 """The shape of each argument of a call; None for one that is no tensor."""
@@ -52,7 +46,7 @@ class CompiledLoss:
             if device.type == "cpu":
                 exclude_patterns(self.model)
             self.compiled = torch.compile(self.loss)
-        with torch._dynamo.config.patch(COMPILER_OPTIONS):
+        with compiler_options():
             return self.compiled(*arguments, **named)
 
     def make_lists(self, device: torch.device, *arguments: Any, **named: Any) -> None:
@@ -65,6 +59,17 @@ class CompiledLoss:
             return
         self.shapes_seen.add(shapes)
         run_without_effects(device, self.loss, *arguments, **named)
+
+
+def compiler_options() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch.compile has RECOMPUTED_ONCE, if torch has this option."""
+    # The compiler takes a second to import, and its options have no public name.
+    import torch._dynamo
+
+    options = {}
+    if hasattr(torch._dynamo.config, RECOMPUTED_ONCE):
+        options[RECOMPUTED_ONCE] = True
+    return torch._dynamo.config.patch(options)
 
 
 def shapes_of(*values: Any) -> Shapes:

@@ -20,7 +20,7 @@ from rtx.attention.engine import blocks, by_triton, dense, flash, triton_selecti
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import LogitTerms
 from rtx.attention.reads import QueriesKeys
-from rtx.model.compiling import COMPILER_OPTIONS, compile_loss
+from rtx.model.compiling import compile_loss, compiler_options
 from rtx.model.transformer import Transformer
 from rtx.settings.compose import compose
 from rtx.settings.names import SELECTIONS
@@ -329,6 +329,13 @@ def test_a_loss_is_one_graph(words: str) -> None:
     meta_step(f"{SHORT} {words}", compiled=True)
 
 
+def test_the_mark_of_a_constant_is_the_one_of_torchs_decorator() -> None:
+    def marked() -> None: ...
+
+    torch.compiler.assume_constant_result(marked)
+    assert vars(marked) == vars(flash.has_flash)
+
+
 def test_a_loss_is_one_graph_where_torchs_flash_kernel_serves_local_heads() -> None:
     words = "model.layers=2 routing=causal hardware.attention=torch"
     meta_step(words, compiled=True, dtype=torch.bfloat16)
@@ -441,7 +448,7 @@ def test_a_graph_computes_what_an_eager_step_does(words: str) -> None:
     for loss in (model.loss, torch.compile(model.loss, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         torch.manual_seed(1)
-        with torch._dynamo.config.patch(COMPILER_OPTIONS):
+        with compiler_options():
             nats_BN, auxiliary = loss(tokens_BN)  # type: ignore[operator]
             (nats_BN.mean() + auxiliary).backward()
         results.append(

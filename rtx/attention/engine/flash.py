@@ -12,7 +12,6 @@ rows, S positions of all sequences, one sequence after the other, without the me
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from rtx.attention.engine.dense import whole_refusal
 from rtx.attention.engine.problem import Problem, Result
@@ -48,7 +47,6 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def has_flash(device: torch.device) -> bool:
     """Return whether a device can run torch's flash kernel.
 
@@ -57,6 +55,11 @@ def has_flash(device: torch.device) -> bool:
     if device.type != "cuda":
         return device.type == "meta"
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+
+
+# So torch.compile takes the result as a constant. The decorator for it,
+# `torch.compiler.assume_constant_result`, imports the compiler, which takes a second.
+has_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attend(problem: Problem) -> Result:
@@ -91,6 +94,9 @@ def by_flash(
     back = window.keys - 1
     if window.keys >= N:
         back = -1
+    # Imported here, because it imports torch's compiler, which takes a second.
+    from torch.nn.attention.varlen import varlen_attn
+
     out_SHD = varlen_attn(
         q_BHND[:, :, window.memory :].transpose(1, 2).flatten(0, 1),
         k_BHND.transpose(1, 2).flatten(0, 1),
