@@ -1,4 +1,4 @@
-"""Batches of token ids: of training from any step on, and of windows of a held-out split.
+"""Batches of token ids: for training from any step on, and of windows of a held-out split.
 
 Training batches come from a sampler (`rtx.data.sampler`), a pure function of seed, step and index.
 """
@@ -17,11 +17,11 @@ from rtx.data.windows import Window, equal_batches, read_windows, tokens_and_doc
 from rtx.settings.schema import Config
 
 REPEATED = -1
-"""The number of a window that another rank scores."""
+"""In place of the index of a window that another rank scores."""
 
 
 def training_sampler(config: Config, store: Store) -> Sampler:
-    """Return what draws the training sequences of a run."""
+    """Return the sampler of the training sequences of a run, with trainer.overfit_batches."""
     sampler: Sampler = store.training_sampler(config)
     if config.trainer.overfit_batches:
         return FirstBatches(sampler, config.trainer.overfit_batches)
@@ -36,7 +36,7 @@ def token_ids(sampler: Sampler, index: int) -> Tensor:
 
 
 class MicroBatches(Dataset[Tensor]):
-    """`size` successive sequences, by the number of the first: token ids `[size, N]`.
+    """A dataset whose item `first` has the `size` sequences from `first` on: ids `[size, N]`.
 
     With documents each sequence has two rows, see `tokens_and_documents`. The type of the ids is
     otherwise that of the store, so that they are copied to the device in few bytes.
@@ -63,8 +63,9 @@ def training_batches(
 ) -> DataLoader[Tensor]:
     """Return a loader of one rank's micro-batches `[micro_batch, N]` of a range of steps.
 
-    The steps are first_step..stop_step-1. Micro-batch j of all ranks together has the j-th
-    `world * micro_batch` sequences, so that a step has the same sequences on any number of devices.
+    The steps are first_step..stop_step-1. The j-th micro-batches of all ranks together have the
+    j-th block of `world * micro_batch` sequences, so that a step has the same sequences on any
+    number of devices.
     `micro_batch` is by default a rank's share of a batch. `options` are those of `DataLoader`.
     """
     batch_size = sampler.batch_size
@@ -74,19 +75,19 @@ def training_batches(
     )
     start = first_step * batch_size + rank * size
     firsts = range(start, stop_step * batch_size, world * size)
-    # The seeds of workers; the global random stream belongs to dropout.
+    # By default DataLoader would draw the seed of workers from the stream that dropout uses.
     seeds = torch.Generator().manual_seed(sampler.seed)
     batches = MicroBatches(sampler, size)
     return DataLoader(batches, batch_size=None, sampler=firsts, generator=seeds, **options)
 
 
 class WindowBatches:
-    """Windows of a split in batches of equal length, of which each rank scores its share.
+    """Batches of windows of a split, those of a batch of equal length. Each rank scores its share.
 
-    Yields ids `[B, N]` (with documents see `tokens_and_documents`), the number of tokens of each
-    window that only serve as context `[B]`, and the number of each window `[B]`; int64. A rank
-    without a batch in the last turn repeats the last batch with numbers REPEATED, because under
-    FSDP all ranks take part in every pass.
+    Yields three int64 tensors: ids `[B, N]` (with documents see `tokens_and_documents`); how many
+    of the first tokens of each window are context, and not scored, `[B]`; and the index of each
+    window in `chosen`, `[B]`. A rank without a batch in the last turn repeats the last batch with
+    indices REPEATED, because under FSDP all ranks take part in every pass.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""Hydra's sources for the files of `conf/` with the schema, and for presets of the user.
+"""Plug-ins of Hydra that read `conf/`, with the schema's defaults, and the user's presets.
 
-rtx registers these plug-ins when it first composes. In `hydra_plugins/` every program that uses
-Hydra would import them.
+rtx registers them before its first composition. They are not in `hydra_plugins/`, because every
+program that uses Hydra would import them from there.
 """
 
 import functools
 import pickle
 from pathlib import Path
 
-# Hydra has no public name for the source of files on disk, which these extend.
+# `TextSource` extends Hydra's source of files on disk, which has no public name.
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
@@ -24,18 +24,18 @@ PRIMARY = "config"
 
 
 class TextSource(FileConfigSource):
-    """A folder of files, whose texts are each parsed once for all compositions."""
+    """A source of YAML files in a folder. Parsed texts are kept between compositions."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        path = self.file(config_path)
+        path = self.file_path(config_path)
         text = self.text(path)
-        result = self.parsed(path, text)
-        # Hydra, too, reads its directives from the first 512 characters.
+        config = self.parsed(path, text)
+        # Directives are lines such as `# @package`. `FileConfigSource` looks for them there, too.
         header = self._get_header_dict(text[:512])
-        return ConfigResult(self.provider, self.full_path(), result, header)
+        return ConfigResult(self.provider, self.full_path(), config, header)
 
-    def file(self, config_path: str) -> Path:
-        """Return the file of an option, such as `data/text`."""
+    def file_path(self, config_path: str) -> Path:
+        """Return the path of an option's file: for `data/text` `<folder>/data/text.yaml`."""
         return Path(self.path, self._normalize_file_name(config_path))
 
     def text(self, path: Path) -> str:
@@ -43,15 +43,15 @@ class TextSource(FileConfigSource):
         return read_text(path)
 
     def parsed(self, path: Path, text: str) -> DictConfig:
-        """Return the content of a file, for Hydra to change."""
+        """Return a copy of the content of a file, which Hydra may change."""
         return content(path, text)
 
 
 class ConfSource(TextSource):
-    """The folder `conf/`, by `rtx-conf://<folder>` in Hydra's search path.
+    """The source for `conf/`. Its URL in Hydra's search path is `rtx-conf://<folder>`.
 
-    The schema's defaults are added to the primary file. In Hydra's ConfigStore each composition
-    would copy them.
+    The values of the primary file are merged over the schema's defaults. These are not in Hydra's
+    ConfigStore, because each composition would copy them from there.
     """
 
     @staticmethod
@@ -65,9 +65,9 @@ class ConfSource(TextSource):
 
 
 class PresetSource(TextSource):
-    """Presets of the user, by `rtx://<folder>` in Hydra's search path.
+    """The source for a folder of presets of the user. Its URL in Hydra's search path is `rtx://<folder>`.
 
-    Such a folder may be a stranger's, so that each file is checked before Hydra reads it.
+    Someone else may have written the presets, so each file is checked before Hydra gets it.
     """
 
     @staticmethod
@@ -75,12 +75,12 @@ class PresetSource(TextSource):
         return "rtx"
 
     def text(self, path: Path) -> str:
-        """Return the text of a file; `UserError` also for more than plain values."""
+        """Return the text of a file; `UserError` also if it holds more than plain values."""
         return preset_text(path)
 
 
 class ConfSearchPath(SearchPathPlugin):
-    """Hydra's search path, with `ConfSource` for `conf/`."""
+    """Changes the entry for `conf/` in Hydra's search path, so that `ConfSource` reads it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         folder = str(conf_dir())
@@ -91,7 +91,7 @@ class ConfSearchPath(SearchPathPlugin):
 
 @functools.lru_cache(maxsize=1)
 def pickled_with_schema(path: Path, text: str) -> bytes:
-    """Return the schema's defaults with the values of a file over them, pickled."""
+    """Merge the values of a file over the schema's defaults, and return the result pickled."""
     return pickle.dumps(OmegaConf.merge(to_dict(Config()), content(path, text)))
 
 

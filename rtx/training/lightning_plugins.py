@@ -19,7 +19,7 @@ from rtx.training.precision import WEIGHT_TYPES, new_tensors_in
 class CheckpointFiles(TorchCheckpointIO):
     """Writes and reads the checkpoints of a run.
 
-    Lightning's own class holds the file in memory, and does not sync it.
+    Lightning's own class builds the whole file in memory, and does not sync it.
     """
 
     def save_checkpoint(
@@ -34,7 +34,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 class Arithmetic(Precision):
-    """hardware.precision for Lightning, without its context around the training step.
+    """The plug-in for hardware.precision. It sets no context around the training step.
 
     Lightning would enter the context for the whole step. Backward pass, clipping and optimizer must
     not run in it, so each forward pass enters it by itself. Validation has it from Lightning.

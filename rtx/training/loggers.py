@@ -37,14 +37,12 @@ from rtx.runs.records import LARGEST_ROWS, MetricsRow, each_row, finite
 from rtx.runs.status import utc_now
 from rtx.settings.requirements import wandb_mode
 from rtx.settings.schema import Config
+from rtx.training.wandb_errors import GOES_ON, NOTHING_ADDED, trouble
 
 INIT_SECONDS = 15.0
 """Timeout of the W&B server at the start."""
 FINISH_SECONDS = 60.0
 """Timeout of uploads to it at the end."""
-GOES_ON = "going on with metrics.jsonl alone"
-NOTHING_ADDED = "nothing is added there"
-"""The ends of the line on an error of W&B: of a run, and of a later command."""
 QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 """Variables that wandb reads when it is first imported."""
 LARGEST_SETTINGS = 1 << 20
@@ -415,9 +413,3 @@ def mode_of(folder: Path) -> str:
     """Return the mode in which a run was logged to W&B."""
     is_offline = bool(names_inside(folder, "wandb", "offline-run-*"))
     return "offline" if is_offline else "online"
-
-
-def trouble(error: Exception, consequence: str = GOES_ON) -> str:
-    """Return the line on an error of W&B."""
-    message = str(error).strip() or type(error).__name__
-    return f"W&B: {message.splitlines()[0]}; {consequence}"

@@ -1,4 +1,4 @@
-"""The types of weights and of new tensors by hardware.precision."""
+"""The type of weights by hardware.precision, and a context for the type of new tensors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 WEIGHT_TYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
-"""The type of weights by hardware.precision, where it is not float32."""
+"""The type of weights for each hardware.precision where it is not float32."""
 
 
 @contextlib.contextmanager

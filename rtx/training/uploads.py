@@ -6,24 +6,25 @@ from typing import Any
 
 from rtx.progress import say
 from rtx.runs.folder import logged_to_wandb
+from rtx.training.wandb_errors import NOTHING_ADDED, trouble
 
 
 def add_to_wandb(
     folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0
 ) -> None:
-    """Add figures and files to the run at W&B to which a run was logged, if it was.
+    """Add figures and files to the W&B run of a folder; do nothing if it was not logged to W&B.
 
-    If `folder` has several runs, of which one was logged, they are added to a new run at W&B. A run
-    that was logged offline gets them offline. An error is printed in a line.
+    If only runs in the folder were logged, they are added to a new W&B run with the settings of the
+    first of these. A run that was logged offline gets them offline. An error is printed in a line.
     """
     logged = logged_to_wandb(folder)
     if not logged:
         return
     try:
-        # Importing Lightning takes seconds.
+        # Imported only here, because importing Lightning takes seconds.
         from rtx.training.loggers import upload
-    # Memory may run out, and a package may be broken.
+    # The import can fail in any way: too little memory, a broken package.
     except Exception as error:
-        say(f"W&B: {error}; nothing is added there")
+        say(trouble(error, NOTHING_ADDED))
         return
     upload(folder, logged[0], kind, figures, files, step)

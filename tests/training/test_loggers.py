@@ -146,6 +146,19 @@ def test_what_comes_after_training_fails_nothing(
     assert fake.init.call_count == 1 and said[-1].endswith("nothing is added there")
 
 
+def test_what_comes_after_training_fails_nothing_if_the_logger_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, bare: Path
+) -> None:
+    said: list[str] = []
+    begun(monkeypatch, bare)
+    monkeypatch.setattr("rtx.training.uploads.say", said.append)
+    monkeypatch.setitem(sys.modules, "rtx.training.loggers", None)
+    add_to_wandb(bare, "eval", {"eval/x": 1.0}, [])
+    (line,) = said
+    assert line.startswith("W&B: import of rtx.training.loggers halted")
+    assert line.endswith("; nothing is added there")
+
+
 def read_back(folder: Path) -> list[dict[str, Any]]:
     """Return the records of all segments of an offline run, in the order of their files, by W&B's
     own reader.
