@@ -254,11 +254,14 @@ def type_facts(hint: Any) -> dict[str, Any]:
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and of those that it extends."""
+    """Return the docstring below each field of a dataclass and of those that it extends.
+
+    The classes must be at the top level of their modules.
+    """
     docs: dict[str, str] = {}
     for owner in cls.__mro__[-2::-1]:
-        (node,) = ast.parse(inspect.getsource(owner)).body
-        for pair in itertools.pairwise(typing.cast(ast.ClassDef, node).body):
+        body = classes_in(sys.modules[owner.__module__])[owner.__name__].body
+        for pair in itertools.pairwise(body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                     value=ast.Constant(value=str(text))
@@ -267,6 +270,13 @@ def docstrings(cls: type) -> dict[str, str]:
                 case _:
                     pass
     return docs
+
+
+@functools.cache
+def classes_in(module: types.ModuleType) -> dict[str, ast.ClassDef]:
+    """Return the syntax trees of the classes at the top level of a module, by name."""
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 OTHER_NAMES = {

@@ -1,0 +1,5 @@
+"""transformers without types, for pyright: "stubPath" in pyproject.toml says why."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
