@@ -71,7 +71,7 @@ for name in preparation["modules"]:
     importlib.import_module(name)
 if preparation["overrides"]:
     composed(chosen(check_overrides(preparation["overrides"])))
-rtx.commands.train.SAMPLE_LENGTH = 8
+rtx.commands.train.SAMPLE_LENGTH = 2
 gc.enable()
 # Else garbage collection in each forked process would write to these objects, and so copy them.
 gc.freeze()
@@ -232,7 +232,7 @@ class Workshop:
         ):
             for name, value in self.environment(run).items():
                 patch.setenv(name, value)
-            patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
+            patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 2)
             code = main(list(arguments))
         return code, out.getvalue(), err.getvalue()
 
