@@ -11,7 +11,6 @@ import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 # This must be set before torch is imported; the commands that tests start inherit it.
@@ -32,17 +31,31 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 import pytest
 
+from tests.helpers.forking import SMALL_RUNS, WORKER_KEY, Forker, forking_server
+from tests.helpers.triton_interpreter import prepare_triton
+
+FORKER = pytest.StashKey[Forker]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare Triton, and register the fixtures of small runs.
 
     Both import torch, which takes seconds. The process that hands tests to workers runs no test and
-    needs neither.
+    needs neither. It starts the process that forks runs, which all workers use.
     """
     if hands_out_tests(config):
+        stack = contextlib.ExitStack()
+        config.stash[FORKER] = stack.enter_context(forking_server(SMALL_RUNS))
+        config.add_cleanup(stack.close)
         return
     prepare_triton()
     config.pluginmanager.import_plugin("tests.helpers.small_runs")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist the address of the process that forks runs."""
+    node.workerinput[WORKER_KEY] = node.config.stash[FORKER].address
 
 
 def hands_out_tests(config: pytest.Config) -> bool:
@@ -50,48 +63,6 @@ def hands_out_tests(config: pytest.Config) -> bool:
     is_worker = hasattr(config, "workerinput")
     has_workers = config.getoption("dist", "no") != "no" and bool(config.getoption("tx", None))
     return has_workers and not is_worker and not config.option.collectonly
-
-
-def prepare_triton() -> None:
-    """Run Triton's kernels in its interpreter, if there is no GPU.
-
-    This must happen before Triton is imported.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # Triton exists for Linux alone.
-        with contextlib.suppress(ImportError):
-            quicken_interpreter()
-
-
-def quicken_interpreter() -> None:
-    """Skip most of the work of Triton's interpreter that changes no number.
-
-    For every launch of a kernel and for every function that a kernel calls, it replaces functions
-    in all of Triton's language: once is enough. It computes sums of integers a second time to find
-    overflows, and reports none, because its option `debug` is off.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
-    assert not interpreter.interpreter_builder.options.debug
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
-        sanitize_overflow=False
-    )
-    numpy_type = interpreter._get_np_dtype
-    types: dict[str, Any] = {}
-
-    def cached_type(kind: Any) -> Any:
-        if kind.name not in types:
-            types[kind.name] = numpy_type(kind)
-        return types[kind.name]
-
-    interpreter._get_np_dtype = cached_type
 
 
 LONG_FILES = (

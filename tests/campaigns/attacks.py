@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -37,18 +38,16 @@ from typing import Any
 from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
 from tests.campaigns.fuzz_targets import JSON, YAML, mutated_json
-from tests.helpers.small_runs import SIZES, Workshop, forking_server
+from tests.helpers.forking import forking_server
+from tests.helpers.small_runs import SIZES, Workshop, import_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE_BYTES = 50 * 10**9
 MOST_MEMORY = 1 << 30
 NOBODY = 65534
 EXIT_CODES = (0, 1, 2)
-MODULES = tuple(
-    f"rtx.commands.{name}"
-    for name in ("analyze", "audit", "data", "eval", "export", "report", "runs", "sample", "sweep")
-)
-"""What the forking process imports, so that no case waits for it."""
+COMMANDS = ("analyze", "audit", "data", "eval", "export", "report", "runs", "sample", "sweep")
+"""What the forking process imports besides `rtx train`, so that no case waits for it."""
 INSIDE = """
 import os, resource, signal
 signal.alarm({limit})
@@ -487,14 +486,21 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def import_commands() -> None:
+    """Import all commands that cases run."""
+    import_runs()
+    for name in COMMANDS:
+        importlib.import_module(f"rtx.commands.{name}")
+
+
 def main() -> None:
     """Let cases happen, print and write what came of them."""
     options = read_options()
     end_with_children()
     folder = Path(tempfile.mkdtemp(prefix="rtx-attacks-"))
     began = time.monotonic()
-    with forking_server(MODULES) as server:
-        workshop = Workshop(folder, server)
+    with forking_server("tests.campaigns.attacks:import_commands") as forker:
+        workshop = Workshop(folder, forker)
         campaign = Campaign(
             workshop, make_world(workshop, folder / "world"), options.seed, options.limit
         )

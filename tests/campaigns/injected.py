@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ending import end_with_children
-from tests.helpers.small_runs import SIZES, Process, Workshop, difference, forking_server
+from tests.helpers.forking import forking_server
+from tests.helpers.small_runs import SIZES, Process, Workshop, difference
 
 FILES = {
     "openat": ("EMFILE", "ENFILE", "EIO", "EACCES"),
@@ -205,8 +206,8 @@ def main() -> None:
         sys.exit("strace is not installed (Debian: apt-get install strace)")
     end_with_children()
     folder = Path(tempfile.mkdtemp(prefix="rtx-injected-"))
-    with forking_server() as server:
-        campaign = Campaign(Workshop(folder, server), options.seed)
+    with forking_server("tests.helpers.small_runs:import_runs") as forker:
+        campaign = Campaign(Workshop(folder, forker), options.seed)
         for case in itertools.islice(campaign.cases(), options.cases):
             campaign.happen(case)
     outcomes = ", ".join(f"{name}: {count}" for name, count in campaign.outcomes.items())

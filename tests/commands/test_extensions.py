@@ -85,7 +85,7 @@ class Place(Workshop):
 
 @pytest.fixture(scope="module")
 def place(workshop: Workshop) -> Place:
-    place = Place(workshop.folder, workshop.server)
+    place = Place(workshop.folder, workshop.forker)
     for name, heading in (("dilated", "A pattern of your own"), ("primes", "A data set")):
         (place.folder / f"{name}.py").write_text(text := block("python", heading))
         assert text.count("\n") < 40

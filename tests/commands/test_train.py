@@ -17,7 +17,14 @@ from rtx.settings.run_config import load_run_config
 from rtx.training import trainer
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
-from tests.helpers.small_runs import SIZES, Workshop, final, read_metrics, status_of
+from tests.helpers.small_runs import (
+    SAMPLE_LENGTH,
+    SIZES,
+    Workshop,
+    final,
+    read_metrics,
+    status_of,
+)
 
 XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
 CENTROIDS = "blocks.1.attention.groups.routed.pattern.centroids.centroid_HCD"
@@ -46,7 +53,7 @@ def check_files(run: Path, printed: str) -> None:
     names = "checkpoints config.yaml environment.json lock metrics.jsonl samples status.json"
     assert sorted(path.name for path in run.iterdir()) == names.split()
     (sample,) = (run / "samples").iterdir()
-    assert len(sample.read_bytes()) == 8
+    assert len(sample.read_bytes()) == SAMPLE_LENGTH
     assert str(sample) in printed
     assert "a sample (temperature 0.8):" in printed
 

@@ -258,7 +258,7 @@ write_store = preparation.write_store
 def once_another_waits(*words):
     print("made")
     end = time.monotonic() + 600
-    while {WAITS!r} not in Path(ask["log"]).read_text() and time.monotonic() < end:
+    while {WAITS!r} not in Path(log).read_text() and time.monotonic() < end:
         time.sleep(0.01)
     return write_store(*words)
 preparation.write_store = once_another_waits

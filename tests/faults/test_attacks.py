@@ -1,10 +1,10 @@
 """A few of the attacks that tests/campaigns/attacks.py draws, on a run, its data and a sweep."""
 
 import itertools
-import subprocess
 from pathlib import Path
 
 from tests.campaigns.attacks import RUN, Campaign, Command, World, make_world
+from tests.helpers.forking import Forker
 from tests.helpers.small_runs import Workshop
 
 CASES = 10
@@ -16,7 +16,7 @@ QUICK = {
 
 
 def test_drawn_attacks_change_nothing_outside_and_end_in_a_line(
-    tmp_path: Path, forker: "subprocess.Popen[str]"
+    tmp_path: Path, forker: Forker
 ) -> None:
     workshop = Workshop(tmp_path, forker)
     world = make_world(workshop, tmp_path / "world", added=())

@@ -1,9 +1,11 @@
 """Small real runs for tests: in this process, or in processes of their own that a test may kill.
 
-Importing torch and Lightning takes seconds, so one process imports them once and forks each run.
+Importing torch and Lightning takes seconds, so one process (tests/helpers/forking.py) imports them
+once and forks each run.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -23,7 +25,11 @@ import torch
 from rtx.cli.main import main
 from rtx.runs.records import EvaluationRecord, MetricsRow, StatusRecord
 from rtx.runs.status import read_status
+from rtx.settings.compose import chosen, composed
+from rtx.settings.overrides import check_overrides
 from rtx.training.checkpoint import read_checkpoint
+from tests.helpers.forking import SMALL_RUNS, WORKER_KEY, Forker, forking_server
+from tests.helpers.triton_interpreter import prepare_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,38 +65,27 @@ Attention dropout is off, because it nearly doubles the time of a run on a CPU. 
 test_kinds_of_models.py has it.
 """
 
-SERVER = """
-import gc, importlib, json, os, signal, sys
-gc.disable()
-import rtx.commands.train, rtx.commands.resume
-from rtx.cli.main import main
-from rtx.settings.compose import chosen, composed
-from rtx.settings.overrides import check_overrides
-preparation = json.loads(sys.argv[1])
-for name in preparation["modules"]:
-    importlib.import_module(name)
-if preparation["overrides"]:
-    composed(chosen(check_overrides(preparation["overrides"])))
-rtx.commands.train.SAMPLE_LENGTH = 2
-gc.enable()
-# Else garbage collection in each forked process would write to these objects, and so copy them.
-gc.freeze()
-for line in sys.stdin:
-    ask = json.loads(line)
-    if "wait" in ask:
-        print(os.waitstatus_to_exitcode(os.waitpid(ask["wait"], 0)[1]), flush=True)
-        continue
-    child = os.fork()
-    if child == 0:
-        os.environ.update(ask["environment"])
-        log = os.open(ask["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
-        exec(ask["inside"])
-        code = main(ask["arguments"])
-        sys.stdout.flush()
-        os._exit(code)
-    print(child, flush=True)
-"""
+SAMPLE_LENGTH = 2
+"""How many bytes a run draws at its end, instead of a page of text."""
+
+
+def import_runs() -> None:
+    """Import what `rtx train` and `rtx resume` import, and shorten the samples of runs."""
+    prepare_triton()
+    importlib.import_module("rtx.commands.resume")
+    train = importlib.import_module("rtx.commands.train")
+    train.SAMPLE_LENGTH = SAMPLE_LENGTH
+
+
+def import_and_compose() -> None:
+    """As `import_runs`, with all that small runs share.
+
+    These are two packages that they import, and the configuration of the options in `SIZES`.
+    """
+    import_runs()
+    for name in ("datasets", "wandb.apis.public"):
+        importlib.import_module(name)
+    composed(chosen(check_overrides(SIZES)))
 
 
 class Process:
@@ -161,42 +156,23 @@ def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[Non
     pytest.fail(problem())
 
 
-def asked(server: subprocess.Popen[str], **question: Any) -> str:
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(question) + "\n")
-    server.stdin.flush()
-    return server.stdout.readline()
-
-
-@contextlib.contextmanager
-def forking_server(
-    modules: Sequence[str] = (), overrides: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that forks runs.
-
-    It has imported torch, Lightning and `modules`. With `overrides`, it has composed the files of
-    conf/ that these choose; runs that choose the same files need not compose them again.
-    """
-    preparation = json.dumps({"modules": modules, "overrides": overrides})
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, preparation], stdin=pipe, stdout=pipe, text=True
-    ) as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
-def forker() -> Iterator[subprocess.Popen[str]]:
-    with forking_server(["datasets", "wandb.apis.public"], SIZES) as server:
-        yield server
+def forker(request: pytest.FixtureRequest) -> Iterator[Forker]:
+    """The process that forks runs, which the workers of pytest-xdist share."""
+    address = getattr(request.config, "workerinput", {}).get(WORKER_KEY)
+    if address:
+        yield Forker(address)
+        return
+    with forking_server(SMALL_RUNS) as forker:
+        yield forker
 
 
 class Workshop:
     """A folder with a text, and commands that run in it."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str] | None = None) -> None:
+    def __init__(self, folder: Path, forker: Forker | None = None) -> None:
         self.folder = folder
-        self.server = server
+        self.forker = forker
         self.data = folder / "data"
         text = np.random.default_rng(0).choice(list(b"abc \n\xff"), 3_001).astype(np.uint8)
         (folder / "book.txt").write_bytes(text.tobytes())
@@ -232,7 +208,7 @@ class Workshop:
         ):
             for name, value in self.environment(run).items():
                 patch.setenv(name, value)
-            patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 2)
+            patch.setattr("rtx.commands.train.SAMPLE_LENGTH", SAMPLE_LENGTH)
             code = main(list(arguments))
         return code, out.getvalue(), err.getvalue()
 
@@ -257,14 +233,11 @@ class Workshop:
 
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
         """Run a command in a forked process, which has its imports and first executes `inside`."""
-        assert self.server is not None
-        server = self.server
+        assert self.forker is not None
+        forker = self.forker
         log = self.folder / f"{run.name}.log"
-        environment = self.environment(run) | variables
-        number = int(
-            asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside)
-        )
-        return Process(number, run, log, lambda: int(asked(server, wait=number)))
+        number = forker.fork(arguments, log, inside, self.environment(run) | variables)
+        return Process(number, run, log, lambda: forker.wait(number))
 
     def begin(
         self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str
@@ -286,7 +259,7 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory, forker: subprocess.Popen[str]) -> Workshop:
+def workshop(tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Workshop:
     """A workshop for the tests of a file."""
     return Workshop(tmp_path_factory.mktemp("workshop"), forker)
 
