@@ -46,7 +46,7 @@ SPARSE_BYTES = 50 * 10**9
 MOST_MEMORY = 1 << 30
 NOBODY = 65534
 EXIT_CODES = (0, 1, 2)
-COMMANDS = ("analyze", "audit", "data", "eval", "export", "report", "runs", "sample", "sweep")
+IMPORTED = ("analyze", "audit", "data", "eval", "export", "report", "runs", "sample", "sweep")
 """What the forking process imports besides `rtx train`, so that no case waits for it."""
 INSIDE = """
 import os, resource, signal
@@ -489,7 +489,7 @@ def remove(path: Path) -> None:
 def import_commands() -> None:
     """Import all commands that cases run."""
     import_runs()
-    for name in COMMANDS:
+    for name in IMPORTED:
         importlib.import_module(f"rtx.commands.{name}")
 
 

@@ -73,7 +73,8 @@ def import_runs() -> None:
     """Import what `rtx train` and `rtx resume` import, and shorten the samples of runs."""
     prepare_triton()
     importlib.import_module("rtx.commands.resume")
-    train = importlib.import_module("rtx.commands.train")
+    from rtx.commands import train
+
     train.SAMPLE_LENGTH = SAMPLE_LENGTH
 
 
