@@ -107,6 +107,8 @@ def plot_of(name: str, caption: str, figure: Figure) -> Plot:
     with rc_context(STYLE):
         unset = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=unset)
+        # The PNG takes the layout of the SVG: finding it takes as long as drawing.
+        figure.set_layout_engine("none")
         figure.savefig(png, format="png", dpi=150)
     return Plot(name, caption, with_page_colours(svg.getvalue(), caption), png.getvalue())
 

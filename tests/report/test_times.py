@@ -44,7 +44,7 @@ from tests.helpers.records import (
     write_record,
     write_run,
 )
-from tests.helpers.reports import built, without_plots
+from tests.helpers.reports import with_captions, without_plots
 
 RANDOM = {"routing__selection": "random"}
 
@@ -220,7 +220,7 @@ def test_seconds_of_other_machines_threads_and_engines_are_told_apart(
     write_row(tmp_path, FULL, pace=1.0, environment={"host": "here"})
     write_row(tmp_path, LOCAL, pace=0.5, above=0.1, environment={"host": "here"})
     write_row(tmp_path, {**CAUSAL, **values}, pace=0.5, environment={"host": "here", **facts})
-    report = built(tmp_path)
+    report = with_captions(tmp_path)
     times = table_of(report, "Time to a loss, against full")
     assert cells(times, "routing (causal)") == ["no ratio"] * 4
     assert f"routing (causal): no ratio, {why} than full." in times.lines
@@ -472,7 +472,7 @@ def test_a_rival_that_learns_nothing_leaves_no_loss_and_the_line_says_so(tmp_pat
         for seed in range(5):
             made = config("far_text heads=causal", seed=seed, **values)
             write_run(tmp_path, made, bits=bits, curve={100: (10.0, bits), 200: (20.0, bits)})
-    report = built(tmp_path)
+    report = without_plots(tmp_path)
     assert "routing (causal): times not compared; after 20 s each," in report.lines[0]
     times = table_of(report, "Time to a loss")
     assert cells(times, "routing (causal)") == []
