@@ -169,7 +169,7 @@ def training_step(
     model = build_model(config, store.vocabulary, lambda: token_ids(sampler, 0))
     model = model.to(device).train()
     module = TrainingModule(model, config, hardware, store.answers)
-    module.passes.arithmetic.convert_module(model)
+    module.passes.precision.convert_module(model)
     optimizer = build_optimizer(model, config.optimizer)
     size = hardware.micro_batch_size
     batches = MicroBatches(sampler, size)

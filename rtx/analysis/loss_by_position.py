@@ -15,7 +15,7 @@ from torch import nn
 
 from rtx.data.windows import (
     Window,
-    equal_batches,
+    batches_by_length,
     read_windows,
     tokens_and_documents,
 )
@@ -69,7 +69,7 @@ def unit_bits(
     device = next(model.parameters()).device
     ordered = sorted(spans, key=lambda span: span.stop - span.start)
     bits_of_spans: dict[Window, np.ndarray] = {}
-    for numbers in equal_batches(ordered, None):
+    for numbers in batches_by_length(ordered, None):
         batch = [ordered[number] for number in numbers]
         units, skipped_B = read_windows(tokens, batch, starts)
         tokens_BN, first_BN = tokens_and_documents(units.to(device))

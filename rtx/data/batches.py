@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from rtx.data.sampler import FirstBatches, Sampler
 from rtx.data.store import Store
-from rtx.data.windows import Window, equal_batches, read_windows, tokens_and_documents
+from rtx.data.windows import Window, batches_by_length, read_windows, tokens_and_documents
 from rtx.settings.schema import Config
 
-REPEATED = -1
+SCORED_ELSEWHERE = -1
 """In place of the index of a window that another rank scores."""
 
 
@@ -87,7 +87,7 @@ class WindowBatches:
     Yields three int64 tensors: ids `[B, N]` (with documents see `tokens_and_documents`); how many
     of the first tokens of each window are context, and not scored, `[B]`; and the index of each
     window in `chosen`, `[B]`. A rank without a batch in the last turn repeats the last batch with
-    indices REPEATED, because under FSDP all ranks take part in every pass.
+    indices SCORED_ELSEWHERE, because under FSDP all ranks take part in every pass.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WindowBatches:
         self.chosen = chosen
         self.rank = rank
         self.world = world
-        self.batches = equal_batches(chosen, None)
+        self.batches = batches_by_length(chosen, None)
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.world)
@@ -115,5 +115,5 @@ class WindowBatches:
             here = [self.chosen[k] for k in numbers]
             units, skipped_B = read_windows(self.tokens, here, self.starts)
             if turn > last:
-                numbers = [REPEATED] * len(numbers)
+                numbers = [SCORED_ELSEWHERE] * len(numbers)
             yield units, skipped_B, torch.tensor(numbers)

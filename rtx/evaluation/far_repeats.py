@@ -5,18 +5,18 @@ Shapes: B windows, N units of a window, S positions at which runs of units start
 
 import numpy as np
 
-REPEATED = 8
+RUN_LENGTH = 8
 """A unit is repeated if the 8 units before it occurred together earlier."""
 
 
 def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     """Return which units of windows are far-repeated, boolean `[B, N]`.
 
-    The `REPEATED` units before such a unit occurred together earlier in the window, and last did so
-    more than `reach` units back.
+    The `RUN_LENGTH` units before such a unit occurred together earlier in the window, and last did
+    so more than `reach` units back.
     """
     is_far_BN = np.zeros(tokens_BN.shape, bool)
-    if tokens_BN.shape[1] <= REPEATED:
+    if tokens_BN.shape[1] <= RUN_LENGTH:
         return is_far_BN
     run_BS = numbered_runs(tokens_BN)
     # Sorted by run, equal runs are neighbours, in the order of their positions.
@@ -26,19 +26,19 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     is_far = np.zeros(len(order), bool)
     is_far[order[1:]] = is_same_run & (distance > reach)
     # The last run ends with the window: no unit follows it.
-    is_far_BN[:, REPEATED:] = is_far.reshape(run_BS.shape)[:, :-1]
+    is_far_BN[:, RUN_LENGTH:] = is_far.reshape(run_BS.shape)[:, :-1]
     return is_far_BN
 
 
 def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
-    """Return a number for the run of `REPEATED` units from each position on, `[B, S]`.
+    """Return a number for the run of `RUN_LENGTH` units from each position on, `[B, S]`.
 
     Equal runs of a window have the same number. Runs of different windows have different ones.
     """
     window_B1 = np.arange(len(tokens_BN))[:, None]
     run_BS = tokens_BN + window_B1 * (tokens_BN.max() + 1)
     size = 1
-    while size < REPEATED:
+    while size < RUN_LENGTH:
         # Two neighbouring runs of `size` units are a run of twice as many.
         pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
         _, number = np.unique(pair_BS, return_inverse=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rtx.data.store import Answers
 from rtx.data.windows import (
     Window,
-    equal_batches,
+    batches_by_length,
     read_windows,
     tokens_and_documents,
 )
@@ -149,7 +149,7 @@ def score_windows(
     """
     device = next(model.parameters()).device
     scored: list[Tensor] = []
-    for numbers in equal_batches(windows, batch_size):
+    for numbers in batches_by_length(windows, batch_size):
         here = [windows[number] for number in numbers]
         units, skipped_B = read_windows(tokens, here, starts)
         batch = (units.to(device), skipped_B.to(device))

@@ -1,4 +1,4 @@
-"""Plug-ins of Lightning's Trainer: how it writes checkpoints, and the arithmetic of a step.
+"""Plug-ins of Lightning's Trainer: how it writes checkpoints, and the precision of a step.
 
 Importing Lightning takes seconds, so only the modules that train import this one.
 """
@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from rtx.training.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from rtx.training.precision import WEIGHT_TYPES, new_tensors_in
+from rtx.training.precision import WEIGHT_TYPES, default_dtype
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -33,7 +33,7 @@ class CheckpointFiles(TorchCheckpointIO):
         return read_checkpoint(Path(path))
 
 
-class Arithmetic(Precision):
+class ForwardPrecision(Precision):
     """The plug-in for hardware.precision. It sets no context around the training step.
 
     Lightning would enter the context for the whole step. Backward pass, clipping and optimizer must
@@ -64,7 +64,7 @@ class Arithmetic(Precision):
         if self.name == "bf16":
             return torch.autocast(self.device, torch.bfloat16)
         if self.name == "fp64":
-            return new_tensors_in(torch.float64)
+            return default_dtype(torch.float64)
         return contextlib.nullcontext()
 
     # Lightning enters the context, and needs no generator behind it.

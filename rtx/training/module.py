@@ -155,7 +155,7 @@ class TrainingModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Convert the parameters to their dtype, and with hardware=fsdp shard them."""
-        self.passes.arithmetic.convert_module(self)
+        self.passes.precision.convert_module(self)
         already_sharded = any(is_sharded(parameter) for parameter in self.model.parameters())
         if self.device_mesh is not None and not already_sharded:
             shard(self.model, self.device_mesh["data_parallel"])

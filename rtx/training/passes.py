@@ -23,7 +23,7 @@ from rtx.settings.requirements import precision_on
 from rtx.settings.schema import Config
 from rtx.training.cuda_graphs import RecordedLoss, statistics_of, without_cast_cache
 from rtx.training.hardware import Hardware
-from rtx.training.lightning_plugins import Arithmetic
+from rtx.training.lightning_plugins import ForwardPrecision
 
 
 class Objective(NamedTuple):
@@ -57,7 +57,7 @@ class Passes:
         self.config = config
         self.hardware = hardware
         self.answers = answers
-        self.arithmetic = Arithmetic(hardware.precision, hardware.torch_device)
+        self.precision = ForwardPrecision(hardware.precision, hardware.torch_device)
         self.compiled = hardware.compile
         # Recorded passes have fixed shapes, but the number of answers differs between batches.
         self.recorded = hardware.graphs and answers is None
@@ -78,7 +78,7 @@ class Passes:
             memory: that of its streams.
         """
         tokens_BN, first_BN = tokens_and_documents(units)
-        with self.arithmetic.forward_context():
+        with self.precision.forward_context():
             if self.answers is not None:
                 return self.objective_of_answers(tokens_BN, self.answers)
             options: dict[str, Any] = {} if memory is None else {"memory": memory}

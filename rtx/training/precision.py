@@ -10,7 +10,7 @@ WEIGHT_TYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
 
 
 @contextlib.contextmanager
-def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make `dtype` the default type of new floating-point tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

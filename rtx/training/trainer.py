@@ -63,7 +63,7 @@ def build_trainer(
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        plugins=[cluster_environment(hardware), CheckpointFiles(), module.passes.arithmetic],
+        plugins=[cluster_environment(hardware), CheckpointFiles(), module.passes.precision],
         callbacks=run_callbacks(session, module, meter),
         enable_checkpointing=False,  # by Lightning's own callback
         enable_progress_bar=False,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.data.windows import Window, equal_batches, sample_windows, windows
-from rtx.evaluation.far_repeats import REPEATED, far_repeated
+from rtx.data.windows import Window, batches_by_length, sample_windows, windows
+from rtx.evaluation.far_repeats import RUN_LENGTH, far_repeated
 from rtx.evaluation.scores import Score, score_windows
 
 
@@ -45,10 +45,10 @@ def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
     for i in range(len(tokens)):
         before = (
             j
-            for j in range(i - 1, REPEATED - 1, -1)
-            if tokens[j - REPEATED : j] == tokens[i - REPEATED : i]
+            for j in range(i - 1, RUN_LENGTH - 1, -1)
+            if tokens[j - RUN_LENGTH : j] == tokens[i - RUN_LENGTH : i]
         )
-        last = next(before, None) if i >= REPEATED else None
+        last = next(before, None) if i >= RUN_LENGTH else None
         found.append(last is not None and i - last > reach)
     return found
 
@@ -78,7 +78,7 @@ def test_each_unit_is_scored_once_and_where_it_stands_far_repeats_apart(
 
 def test_windows_of_another_length_are_batched_apart() -> None:
     cut = [Window(0, 8, 0), Window(8, 16, 8), Window(16, 19, 16), Window(19, 22, 20)]
-    assert equal_batches(cut, 8) == [[0, 1], [2, 3]]
+    assert batches_by_length(cut, 8) == [[0, 1], [2, 3]]
     model = Counter()
     score = score_windows(model, TOKENS, cut, batch_size=8, streaming=True)
     assert model.calls == [(2, 8, True), (2, 3, True)]
