@@ -30,7 +30,6 @@ UNCHECKED: tuple[str, ...] = (
     "rtx/settings/",
     "rtx/sharded.py",
     "rtx/training/",
-    "tests/attention/",
     "tests/commandline/",
     "tests/commands/",
     "tests/faults/",

@@ -95,11 +95,13 @@ def some_of_each() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "argument", "give", "said"), some_of_each())
 def test_tensors_that_do_not_go_together(kind: str, argument: str, give: Any, said: str) -> None:
-    (pattern, here), more = drawn(kind, CASE), {}
+    pattern, here = drawn(kind, CASE)
+    more: dict[str, Any] = {}
     if argument in ("real_BN", "memory"):
         more[argument] = give(None)
     elif argument == "k" and here["k"] is None:
-        here["k"], said = here["q"], "k_BHND is given: must be None"
+        here["k"] = here["q"]
+        said = "k_BHND is given: must be None"
     else:
         here[argument] = give(here[argument])
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -129,7 +131,8 @@ def counts(*names: str) -> list[tuple[str, Any, str]]:
     return [(name, value, name + said) for name in names for value, said in wrong]
 
 
-FIXED, BLOCKS = partial(Fixed, block=4, summary=2), partial(Blocks, 2, 4, window=8)
+FIXED = partial(Fixed, block=4, summary=2)
+BLOCKS = partial(Blocks, 2, 4, window=8)
 RANDOM = partial(Random, heads=2, clusters=3, window=4, length=9, seed=0)
 LSH = partial(Lsh, heads=2, size=4, window=4, rounds=1, buckets=4, seed=0)
 CENTROIDS = partial(Centroids, 2, 3, 4, window=8, length=24, decay=0.9)

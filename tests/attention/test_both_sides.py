@@ -100,7 +100,8 @@ def test_local_heads_read_a_window_around_a_position() -> None:
 
 def test_every_member_of_a_cluster_reads_all_its_keys() -> None:
     torch.manual_seed(0)
-    N, W = 40, 6
+    N = 40
+    W = 6
     centroids = Centroids(1, 3, 4, window=W, length=N, decay=0.9, keys="separate")
     pattern = TopK(centroids, causal=False).double().eval()
     q, k = torch.randn(2, 1, 1, N, 4, dtype=torch.float64)

@@ -21,7 +21,11 @@ from rtx.attention.indexer import Indexer
 from rtx.attention.members import normalise, products
 from rtx.training.hardware import has_compiler
 
-H, C, N, D, W = 2, 3, 24, 4, 8
+H = 2
+C = 3
+N = 24
+D = 4
+W = 8
 
 
 def make(selection: str = "causal", **changes: object) -> Routing:
@@ -49,8 +53,10 @@ def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_su
     update: str,
 ) -> None:
     """The sum: Algorithm 1, the mean over sequences, not put back on the sphere."""
-    pattern, q = make("topk", update=update), queries(1)
-    old, x = pattern.centroids.centroid_HCD.clone(), normalise(q)
+    pattern = make("topk", update=update)
+    q = queries(1)
+    x = normalise(q)
+    old = pattern.centroids.centroid_HCD.clone()
     expected = old.double().clone()
     score_BHCN = products(old, x)
     for h in range(H):
@@ -109,7 +115,8 @@ def test_no_cluster_of_the_nearest_stays_without_members(tilt: float) -> None:
 
 
 def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothing() -> None:
-    short, padded = make(threshold_rate=0.1), make(threshold_rate=0.1)
+    short = make(threshold_rate=0.1)
+    padded = make(threshold_rate=0.1)
     q = queries(1)
     after_step(see(short, q[:, :, :15]))
     after_step(see(padded, q, torch.arange(N).expand(2, N) < 15))
@@ -124,7 +131,8 @@ def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothin
 
 
 def test_a_head_with_nan_keeps_what_it_has() -> None:
-    pattern, q = make(threshold_rate=0.1), queries(1)
+    pattern = make(threshold_rate=0.1)
+    q = queries(1)
     q[0, 0, 3] = float("nan")
     before = pattern.centroids.centroid_HCD.clone()
     after = step(pattern, q)
@@ -156,7 +164,8 @@ def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(
     """
     if backend == "native" and not has_compiler():
         pytest.skip("no C++ compiler on this machine")
-    units, positions = 64, 1024
+    units = 64
+    positions = 1024
     draw = torch.Generator().manual_seed(3)
     basis_3D = torch.randn(3, units, generator=draw).double()
     basis_3D = torch.linalg.qr(
@@ -229,7 +238,8 @@ def test_all_layers_move_in_twenty_launches_and_no_number_is_read(
     layers = nn.ModuleList(make(selection, keys=keys, threshold_rate=rate) for _ in range(6))
     for number, layer in enumerate(layers):
         see(layer, queries(number))  # type: ignore[arg-type]
-    alike, third = copy.deepcopy(layers), copy.deepcopy(layers)
+    alike = copy.deepcopy(layers)
+    third = copy.deepcopy(layers)
     with Calls() as eager:
         after_step(layers)
     assert "aten._local_scalar_dense.default" not in eager.names
@@ -259,7 +269,8 @@ def test_training_without_after_step_warns_once_and_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(centroids, "MOST_PASSES", 3)
-    pattern, q = make(), queries(1)
+    pattern = make()
+    q = queries(1)
     for _ in range(4):
         step(pattern, q)
     for _ in range(4):

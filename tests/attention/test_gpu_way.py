@@ -54,7 +54,8 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same(
     kind: str, case: Case
 ) -> None:
-    found, gathered = [], []
+    found = []
+    gathered = []
     for backend in ("torch", "triton"):
         pattern, here = drawn(kind, case, torch.float32, backend=backend)
         out = run(pattern.train(), here)

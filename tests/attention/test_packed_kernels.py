@@ -87,7 +87,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def members(sizes: Sizes, share: float) -> MemberLists:
     """Rows of every list at random; the second list of a head has none."""
-    row_XM, count_L = [], []
+    row_XM = []
+    count_L = []
     for head in range(sizes.B * sizes.H):
         for c in range(sizes.C):
             chosen_N = torch.rand(sizes.N) < (0 if c == 1 else share)
@@ -113,8 +114,11 @@ def whole(sizes: Sizes, window: int = 9) -> RangeReads:
 
 def apart(sizes: Sizes) -> RangeReads:
     """Lists of queries and of keys; ranges whose bounds never fall, some of them empty."""
-    queries, keys = members(sizes, 0.4), members(sizes, 0.7)
-    start_P, stop_P, begin = [], [], 0
+    queries = members(sizes, 0.4)
+    keys = members(sizes, 0.7)
+    start_P = []
+    stop_P = []
+    begin = 0
     for count_P, count_M in zip(queries.count_L.tolist(), keys.count_L.tolist(), strict=True):
         low_P = torch.randint(0, count_M + 1, (count_P,)).sort().values
         high_P = torch.randint(0, count_M + 1, (count_P,)).sort().values
@@ -132,7 +136,8 @@ def causal_apart(sizes: Sizes) -> RangeReads:
 
 def with_hidden(part: RangeReads, dtype: torch.dtype) -> RangeReads:
     """Hide by positions and by random numbers, and all that every seventh query might read."""
-    P, M = len(part.query.row_M), len(part.key.row_M)
+    P = len(part.query.row_M)
+    M = len(part.key.row_M)
     position_P = (part.query.row_M % part.length).cpu()
     random_P = torch.randint(0, 10, (P,))
     random_P[::7] = -1
@@ -164,13 +169,16 @@ def dense(
     """Return what `packed_attention.attend` does, by definition; weights are dropped where
     `kept_PM` is False.
     """
-    row_P, row_M, read_PM = part.query.row_M, part.key.row_M, read_pairs(part)
-    q_PD, k_MD, v_ME = (
-        x.flatten(0, 2)[row] for x, row in ((q_BHND, row_P), (k_BHND, row_M), (v_BHNE, row_M))
-    )
+    row_P = part.query.row_M
+    row_M = part.key.row_M
+    read_PM = read_pairs(part)
+    q_PD = q_BHND.flatten(0, 2)[row_P]
+    k_MD = k_BHND.flatten(0, 2)[row_M]
+    v_ME = v_BHNE.flatten(0, 2)[row_M]
     logits_PM = q_PD @ k_MD.T
-    distance_PM, relative = (row_P % part.length)[:, None] - row_M % part.length, terms.relative
+    distance_PM = (row_P % part.length)[:, None] - row_M % part.length
     entry_PM = distance_PM
+    relative = terms.relative
     if relative is not None:
         head_P = row_P // part.length % q_BHND.shape[1]
         entry_PM = distance_PM.clamp(0, relative.keys_MD.shape[-2] - 1)
@@ -205,7 +213,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def differ(found: Tensor, right: Tensor) -> float:
-    found, right = found.detach().double(), right.detach()
+    found = found.detach().double()
+    right = right.detach()
     assert found.shape == right.shape
     assert found.isfinite().all()
     if right.norm() < 1e-9:  # 0 by definition: a sum of what differs in sign, so of rounding errors
@@ -240,8 +249,9 @@ def check(
 ) -> None:
     """Hold outputs, log-sums and all gradients against the dense reference."""
     tables = [x for x in terms.relative or () if x is not None]
-    right_q, right_v = wide(q), wide(v)
+    right_q = wide(q)
     right_k = right_q if k is q else wide(k)
+    right_v = wide(v)
     right_relative = None
     if terms.relative is not None:
         right_relative = RelativeTables._make(
@@ -320,7 +330,8 @@ def test_queries_for_keys_in_lists_apart() -> None:
 )
 def test_head_sizes_that_are_no_powers_of_2(D: int, E: int, dtype: torch.dtype) -> None:
     sizes = Sizes(B=1, N=40, D=D, E=E)
-    q, v = draw(1, 2, sizes.N, D, dtype=dtype), draw(1, 2, sizes.N, E, dtype=dtype)
+    q = draw(1, 2, sizes.N, D, dtype=dtype)
+    v = draw(1, 2, sizes.N, E, dtype=dtype)
     check(q, q, v, clusters(sizes), LogitTerms(D**-0.5), "mean")
 
 
@@ -339,7 +350,8 @@ def test_hidden_pairs(kind: torch.dtype, merge: str) -> None:
 @pytest.mark.parametrize(("entries", "merge"), [(1, "mean"), (2, "lse"), (6, "mean"), (40, "lse")])
 def test_keys_and_values_by_distance(entries: int, merge: str) -> None:
     sizes = replace(BY_DISTANCE, E=32)
-    q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 32)
+    q = draw(2, 2, sizes.N, 16)
+    v = draw(2, 2, sizes.N, 32)
     relative = RelativeTables(draw(entries, 16), draw(entries, 32))
     check(q, q, v, clusters(sizes), LogitTerms(0.25, relative=relative), merge)
 
@@ -432,7 +444,8 @@ def test_views_of_one_projection(part_of: Callable[[Sizes], RangeReads]) -> None
     x = draw(2, sizes.N, 3, 2, 16)
     q, k, v = (y.transpose(1, 2) for y in x.unbind(2))
     assert not q.is_contiguous()
-    part, terms = part_of(sizes), LogitTerms(0.25)
+    part = part_of(sizes)
+    terms = LogitTerms(0.25)
     found, _ = packed_attention.attend(q, k, v, kernel_lists(part, sizes.rows), terms, "mean")
     right_x = x.detach().double().requires_grad_()
     right_q, right_k, right_v = (y.transpose(1, 2) for y in right_x.unbind(2))
@@ -446,8 +459,9 @@ def test_views_of_one_projection(part_of: Callable[[Sizes], RangeReads]) -> None
 def test_strides_of_the_last_dimension() -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, 16, sizes.N) for _ in range(3))
-    part, lists, terms = apart(sizes), kernel_lists(apart(sizes), sizes.rows), LogitTerms(0.25)
+    part = apart(sizes)
     lists = kernel_lists(part, sizes.rows)
+    terms = LogitTerms(0.25)
     found, _ = packed_attention.attend(q.mT, k.mT, v.mT, lists, terms, "mean")
     right, _ = dense(q.mT.double(), k.mT.double(), v.mT.double(), part, terms, "mean", None)
     assert differ(found, right) <= 1e-6
@@ -493,8 +507,10 @@ def test_room_for_more_members_than_there_are(merge: str) -> None:
     sizes = Sizes()
     q, k, v = (draw(2, 2, sizes.N, 16) for _ in range(3))
     part = apart(sizes)
-    exact, M, room = kernel_lists(part, sizes.rows), len(part.key.row_M), 40
+    exact = kernel_lists(part, sizes.rows)
+    room = 40
     zeros = torch.zeros(room, dtype=torch.int32, device=DEVICE)
+    M = len(part.key.row_M)
     P_all = len(part.query.row_M) + room
     padded = exact._replace(
         query_row_P=torch.cat([exact.query_row_P, zeros]),
@@ -551,7 +567,8 @@ def test_dropout_of_keys_apart_in_float16() -> None:
 def test_rate_of_dropout() -> None:
     sizes = Sizes(B=1, H=1, N=120)
     part = clusters(sizes, window=60, attend_self=True)
-    read_PM, kept_PM = read_pairs(part), kept_pairs(part, 0.3)
+    read_PM = read_pairs(part)
+    kept_PM = kept_pairs(part, 0.3)
     pairs = int(read_PM.sum())
     deviation = math.sqrt(0.3 * 0.7 / pairs)
     dropped = 1 - float(kept_PM[read_PM].double().mean())
@@ -595,7 +612,8 @@ def test_same_as_torch_s_kernels(by_distance: bool) -> None:
 def test_nan_and_infinity_are_not_hidden(value: float, merge: str) -> None:
     sizes = Sizes()
     part = clusters(sizes, attend_self=True)
-    q, v = draw(2, 2, sizes.N, 16).detach(), draw(2, 2, sizes.N, 16)
+    q = draw(2, 2, sizes.N, 16).detach()
+    v = draw(2, 2, sizes.N, 16)
     row = int(part.query.row_M[5])
     q.view(-1, 16)[row] = value
     lists = kernel_lists(part, sizes.rows)
@@ -611,10 +629,8 @@ def test_same_bits_twice(merge: str) -> None:
     sizes = Sizes(B=1)
     q, v = (draw(1, 2, sizes.N, 16) for _ in range(2))
     tables = [draw(6, 16), draw(6, 16)]
-    lists, terms = (
-        kernel_lists(clusters(sizes), sizes.rows),
-        LogitTerms(0.25, 0.2, RelativeTables(*tables)),
-    )
+    lists = kernel_lists(clusters(sizes), sizes.rows)
+    terms = LogitTerms(0.25, 0.2, RelativeTables(*tables))
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -650,7 +666,8 @@ def test_one_softmax_over_lists_errs_no_more_than_outputs_of_lists_that_are_comb
     sizes = Sizes(B=1, N=120, D=64, E=64, C=6)
     q, k, v = (draw(1, 2, sizes.N, 64, dtype=dtype) for _ in range(3))
     part = causal_apart(sizes)
-    lists, terms = kernel_lists(part, sizes.rows), LogitTerms(0.125)
+    lists = kernel_lists(part, sizes.rows)
+    terms = LogitTerms(0.125)
     joined, _ = packed_attention.attend(q, k, v, lists, terms, "lse")
     by_member = Partial(part.query.row_M, *packed_attention.attend(q, k, v, lists, terms, "none"))
     combined = combine([by_member], sizes.rows).to(dtype)
@@ -699,7 +716,8 @@ def test_dropout_in_a_compiled_graph() -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(out_of, backend="aot_eager", fullgraph=True)
-    one, other = compiled(q, v), compiled(q, v)
+    one = compiled(q, v)
+    other = compiled(q, v)
     assert not torch.equal(one, other), "every call draws a seed"
     torch.autograd.grad(one.sum(), [q, v])
 
@@ -728,7 +746,8 @@ def test_operators_keep_the_rules_of_torch_s_library(in_order: bool, merge: str)
     lists = kernel_lists(whole(SMALL) if in_order else clusters(SMALL), SMALL.rows)
     tensors = [*lists[:6], *lists.query_members, *lists.key_members]
     q, v = (draw(1, 1, SMALL.N, 16) for _ in range(2))
-    keys, values = draw(1, 6, 16), draw(6, 16)
+    keys = draw(1, 6, 16)
+    values = draw(6, 16)
     arguments = (q, None, v, tensors, [], keys, None, values, None, 0.25, 0.0, in_order, merge)
     tests = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(packed_attention.packed_attention, arguments, test_utils=tests)
@@ -766,7 +785,8 @@ def test_autocast_changes_nothing() -> None:
 
 def test_types_that_differ_are_widened() -> None:
     sizes = Sizes()
-    q, v = draw(2, 2, sizes.N, 16), draw(2, 2, sizes.N, 16, dtype=torch.bfloat16)
+    q = draw(2, 2, sizes.N, 16)
+    v = draw(2, 2, sizes.N, 16, dtype=torch.bfloat16)
     lists = kernel_lists(clusters(sizes), sizes.rows)
     found, _ = packed_attention.attend(q, q, v, lists, LogitTerms(0.25), "mean")
     right, _ = packed_attention.attend(q, q, v.float(), lists, LogitTerms(0.25), "mean")
@@ -777,7 +797,8 @@ def test_types_that_differ_are_widened() -> None:
 
 def test_refusals() -> None:
     sizes = Sizes()
-    q, lists = draw(2, 2, sizes.N, 16), kernel_lists(clusters(sizes), sizes.rows)
+    q = draw(2, 2, sizes.N, 16)
+    lists = kernel_lists(clusters(sizes), sizes.rows)
     refused = [
         (q, LogitTerms(0.25, bias_HM=torch.zeros(2, 3)), "it has no adaptive spans"),
         (q.double(), LogitTerms(0.25), "it computes in float32, float16 or bfloat16"),

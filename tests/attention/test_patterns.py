@@ -153,7 +153,8 @@ def check_padding(kind: str, case: Case, memory: int) -> None:
         found = run(pattern, alone, memory=int(real_N[:memory].sum()))
         expected[b, :, real_N[memory:]] = found[0]
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
-    mine, its = gradients(pattern, dirty, out), gradients(pattern, here, expected)
+    mine = gradients(pattern, dirty, out)
+    its = gradients(pattern, here, expected)
     torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
 
 
@@ -185,7 +186,8 @@ class Cooled(Local):
 
 
 def test_a_forward_pass_of_ones_own_is_run_once_and_padding_alone_has_no_loss() -> None:
-    pattern, (q, k, v) = Cooled(window=4), torch.randn(3, 2, 2, 9, 4)
+    pattern = Cooled(window=4)
+    q, k, v = torch.randn(3, 2, 2, 9, 4)
     real_BN = torch.tensor([[True] * 6 + [False] * 3, [False] * 9])
     out, loss = pattern(q, k, v, real_BN=real_BN)
     expected, mean = pattern(q[:1, :, :6], k[:1, :, :6], v[:1, :, :6])
@@ -323,7 +325,8 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
         rotary=seed == 2,
         merge=merge,
     )
-    (pattern, here), found = drawn(kind, case, torch.float32), []
+    pattern, here = drawn(kind, case, torch.float32)
+    found = []
     for backend in ("torch", "native"):
         pattern.backend = backend
         out = run(pattern, here, streaming=seed == 0)
@@ -356,12 +359,16 @@ def test_the_kernels_softmax_over_all_clusters_is_the_oracles(kind: str, N: int)
     "N, W, C", [(1, 1, 1), (50, 7, 5), (200, 9, 21), (70, 80, 9), (900, 150, 2)]
 )
 def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C: int) -> None:
-    draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
-    centroid, x, threshold = (
-        torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes
-    )  # many equals
+    generator = torch.Generator().manual_seed(N)
+    # Small whole numbers: many are equal.
+    centroid = torch.randint(-2, 3, (3, C, 6), generator=generator).float()
+    x = torch.randint(-2, 3, (2, 3, N, 6), generator=generator).float()
+    threshold = torch.randint(-2, 3, (3, C), generator=generator).float()
     x[0, 0, ::11] = math.nan
-    centroid[0, 0], x[0, 0, 1::11, 0], x[1, 0, ::7] = -0.0, 1e30, -0.0  # both zeros are equal
+    x[0, 0, 1::11, 0] = 1e30
+    # Both zeros are equal.
+    centroid[0, 0] = -0.0
+    x[1, 0, ::7] = -0.0
     for update in ("members", "nearest"):
         found = []
         for name in ("torch", "native"):
@@ -387,10 +394,8 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
 
 @needs_compiler
 def test_the_kernel_gives_zeros_where_nobody_reads() -> None:
-    pattern, here = (
-        Random(2, 1, window=2, length=4000, seed=1, backend="native"),
-        drawn("full", Case(N=50))[1],
-    )
+    pattern = Random(2, 1, window=2, length=4000, seed=1, backend="native")
+    _, here = drawn("full", Case(N=50))
     given = here | {"k": None} | {name: here[name].float() for name in "qv"}
     junk = [torch.full_like(here["v"], 7.0, dtype=torch.float32) for _ in range(9)]
     del junk
@@ -402,7 +407,8 @@ def test_the_kernel_gives_zeros_where_nobody_reads() -> None:
 def test_threads_change_no_bit() -> None:
     case = Case(N=300, W=40, D=16)
     pattern, here = drawn("causal-shared", case, torch.float32, backend="native")
-    threads, found = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    found = []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
@@ -468,9 +474,10 @@ def checked_mask(block_mask: Callable[[RangeReads], BlockMask], part: RangeReads
     """Return the mask, once its blocks, which a CPU does not look at, hold all pairs for queries
     and for keys.
     """
-    mask, size = block_mask(part), flex.BLOCK
+    mask = block_mask(part)
     key_M = torch.arange(len(part.key.row_M))
-    pairs = ((key_M >= part.start_P[:, None]) & (key_M < part.stop_P[:, None])).nonzero() // size
+    read_PM = (key_M >= part.start_P[:, None]) & (key_M < part.stop_P[:, None])
+    pairs = read_PM.nonzero() // flex.BLOCK
     found = []
     for count, index in (
         (mask.kv_num_blocks, mask.kv_indices),
@@ -529,10 +536,8 @@ def test_the_pattern_is_the_oracles_and_streams_with_each_step_of_the_page(
 ) -> None:
     pattern = example_with(*methods)(window=case.W, stride=case.C).eval()
     check(pattern, case)
-    cache, kinds = (
-        pattern.start(),
-        {type(part) for part in pattern.reads(inputs_of(pattern, case), False)},
-    )
+    cache = pattern.start()
+    kinds = {type(part) for part in pattern.reads(inputs_of(pattern, case), False)}
     assert kinds == {RangeReads if "position_lists" in methods else IndexReads}
     assert cache.ring == (case.W * case.C if "cache_size" in methods else None)
 
@@ -589,7 +594,8 @@ def test_a_memory_is_read_as_earlier_positions_are(kind: str) -> None:
 
 
 def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
-    i, j = torch.tensor([[4], [19]]), torch.arange(20)
+    i = torch.tensor([[4], [19]])
+    j = torch.arange(20)
     seen_2N = dilated(window=4, stride=3).sees(0, i, j) & (i >= j)
     assert [seen_N.nonzero()[:, 0].tolist() for seen_N in seen_2N] == [[1, 4], [10, 13, 16, 19]]
 

@@ -59,7 +59,8 @@ def test_of_a_large_cluster_the_last_keys_are_read() -> None:
 def test_centroids_start_at_keys_and_move_to_the_means_of_theirs() -> None:
     pattern, here = drawn("probed", Case(B=2, N=20, C=3, W=4, D=4), torch.float32)
     assert isinstance(pattern, Probed)
-    store, k = pattern.centroids, here["k"].detach()
+    store = pattern.centroids
+    k = here["k"].detach()
     assert store.seed_with_next
     run(pattern.train(), here)
     start = store.centroid_HCD.clone()
@@ -91,7 +92,8 @@ def test_clusters_without_keys_share_those_of_the_largest_and_nan_moves_nothing(
     store = pattern.centroids
     store.seed_with_next = False
     k = torch.zeros(1, 1, 20, 4)
-    k[..., 0], k[:, :, 12:, 0] = 1.0, -1.0
+    k[:, :, :12, 0] = 1.0
+    k[:, :, 12:, 0] = -1.0
     here["k"] = k
     store.centroid_HCD.copy_(torch.tensor([[1.0, 9, 9, -1, 9]])[..., None] * torch.eye(4)[0])
     run(pattern.train(), here)

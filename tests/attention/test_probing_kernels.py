@@ -118,7 +118,8 @@ def test_lists_say_who_reads_whom_and_are_as_kernels_read_them(case: Case) -> No
     assert pairs(lists.query_row_P, lists.start_P, lists.stop_P, lists.key_row_M) == expected_pairs(
         data
     )
-    rows, M = data.q_BHND.shape[:3].numel(), len(lists.key_row_M)
+    rows = data.q_BHND.shape[:3].numel()
+    M = len(lists.key_row_M)
     filled, keys = lists.count_2.tolist()
     assert keys == M == int(part.key.count_L.sum())
     assert filled == int(part.query.count_L.sum()) <= len(lists.query_row_P)
@@ -189,7 +190,8 @@ def chosen(score_C: list[float], count_C: list[int], margin: float, target: int)
 
     The keys of all clusters come first, and the query behind them.
     """
-    C, N = len(score_C), sum(count_C) + 1
+    C = len(score_C)
+    N = sum(count_C) + 1
     cluster_1N = torch.arange(C).repeat_interleave(torch.tensor(count_C))
     cluster_1N = torch.cat([cluster_1N, torch.zeros(1, dtype=torch.int64)])[None].int().to(DEVICE)
     tally = triton_probing.launch_tally(cluster_1N, 1, N, C, of_keys=True, most=N)
@@ -253,7 +255,8 @@ def test_queries_without_room_are_the_last_of_the_last_lists(case: Case) -> None
     probes = probes_of(data, files)
     reach = data.pattern.reach(case.N)
     total = int(probes.count_1())
-    rows, of_early = case.B * case.H * case.N, case.B * case.H * files.early
+    rows = case.B * case.H * case.N
+    of_early = case.B * case.H * files.early
     whole = triton_probing.pack_members(files, probes, reach, total)
     for room in (0, total // 2, total - 1, total + 5):
         lists = triton_probing.pack_members(files, probes, reach, room)

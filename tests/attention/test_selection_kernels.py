@@ -279,7 +279,8 @@ def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleT
     """Chains of near ties: a later cluster is better, and tied with an earlier one, but not with
     the first.
     """
-    D, C = 16, 100
+    D = 16
+    C = 100
     case = Case(1, 1, 40, D, C, 5)
     x_BHND = normalise(torch.randn(1, 1, 40, D, generator=torch.Generator().manual_seed(1)))
     margin_HC = torch.full((1, C), 0.1)

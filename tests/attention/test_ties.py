@@ -55,11 +55,13 @@ def repeated(
     """
     pattern, here = drawn(kind, case, dtype)
     count = 2 + case.seed
-    q, k = units(case, count, dtype, 1), units(case, count, dtype, 2)
+    q = units(case, count, dtype, 1)
+    k = units(case, count, dtype, 2)
     if shift:
         k = F.pad(k, (0, 0, 1, 0))[:, :, :-1]
-    here["q"], here["v"] = q, here["v"].detach()
+    here["q"] = q
     here["k"] = k if pattern.has_keys else None
+    here["v"] = here["v"].detach()
     return pattern, here
 
 
@@ -149,7 +151,8 @@ def test_equal_keys_are_read_alike_step_by_step() -> None:
     generator = torch.Generator().manual_seed(1)
     unit_N = torch.randint(4, (20,), generator=generator)
     q, k = (torch.randn(1, 1, 4, 64, generator=generator)[:, :, unit_N] for _ in range(2))
-    v, pattern = torch.randn(1, 1, 20, 64, generator=generator), Exact(window=4)
+    v = torch.randn(1, 1, 20, 64, generator=generator)
+    pattern = Exact(window=4)
     out, _ = pattern(q, k, v)
     cache = pattern.start()
     for n in range(20):
@@ -179,7 +182,8 @@ def test_autocast_changes_no_choice(kind: str) -> None:
     for case in CASES:
         pattern, here = repeated(kind, case, torch.bfloat16)
         given = pattern.inputs(here["q"], here["k"], None)
-        queries, keys = pattern.choice_queries(given), pattern.choice_keys(given)  # type: ignore[operator]
+        queries = pattern.choice_queries(given)  # type: ignore[operator]
+        keys = pattern.choice_keys(given)  # type: ignore[operator]
         found = []
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
