@@ -75,6 +75,23 @@ class Form:
         named |= {"joined": self.joined}
         return "+".join(word for word, has in named.items() if has) or "-"
 
+    def absent(self) -> list[str]:
+        """Return the names of the pointers that a kernel of tiles does without."""
+        names: list[str] = []
+        if not self.holes:
+            names += ["hole_value", "hole_low", "hole_high"]
+        if not self.distances:
+            names += ["logit_table", "dlogit_table"]
+        if not self.values:
+            names.append("dweight_table")
+            if self.kernel == "dq":
+                names.append("weight_table")
+        if not self.dropout:
+            names.append("seed")
+        if not self.by_member:
+            names.append("dlse")
+        return names
+
     def constants(self) -> dict[str, Any]:
         """Return the values of the kernel's constants by name; None for pointers that it does
         without.
@@ -87,16 +104,6 @@ class Form:
             return {"HAS_Y": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(
                 absent
             )
-        tile, absent = self.tile_used, []
-        absent += [] if self.holes else ["hole_value", "hole_low", "hole_high"]
-        absent += [] if self.distances else ["logit_table", "dlogit_table"]
-        absent += (
-            []
-            if self.values
-            else ["dweight_table", *(["weight_table"] if self.kernel == "dq" else [])]
-        )
-        absent += [] if self.dropout else ["seed"]
-        absent += [] if self.by_member else ["dlse"]
         flags = {
             "KEYS_BY_DISTANCE": self.distances,
             "VALUES_BY_DISTANCE": self.values,
@@ -108,10 +115,10 @@ class Form:
             "IN_ORDER": self.in_order,
             "SUMS_BY_MEMBER": not self.joined,
         }
+        tile = self.tile_used
         tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
-        return (
-            packed_launch.head_sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
-        )
+        sizes = packed_launch.head_sizes(self.size, self.size)
+        return sizes | flags | tiles | dict.fromkeys(self.absent())
 
 
 def forms() -> Iterator[Form]:
@@ -158,7 +165,8 @@ def compiled(form: Form, capability: int) -> Any:
         | dict.fromkeys(INT32, "*i32")
     )
     kinds |= dict.fromkeys(SCALARS, "fp32") | dict.fromkeys(NUMBERS, "i32")
-    names, constants = function.arg_names, form.constants()
+    names = function.arg_names
+    constants = form.constants()
     signature = {name: kinds.get(name, f"*{TYPES[form.dtype]}") for name in names}
     signature |= {name: "constexpr" for name in constants if name in names}
     values = {(names.index(name),): value for name, value in constants.items() if name in names}

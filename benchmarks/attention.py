@@ -112,6 +112,14 @@ is right.
 """
 
 
+def sizes_of(groups: list[str]) -> list[Size]:
+    """Return the sizes of groups, in order."""
+    sizes: list[Size] = []
+    for group in groups:
+        sizes += SIZES[group]
+    return sizes
+
+
 def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     """Return the rows that are measured at a size: those of the patterns that are asked for."""
     every = all_names(size, memory, args)
@@ -133,15 +141,18 @@ def all_names(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     if size.group == "main":
         ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
     first = memory == "kept" and size == SIZES["main"][0]
-    ours = [
-        row for name in (*ours, *(ROTARY if first else ())) for row in (name, *faster(name, args))
-    ]
+    if first:
+        ours = [*ours, *ROTARY]
+    names: list[str] = []
+    for name in ours:
+        names += [name, *faster(name, args)]
     if first:  # torch's kernels alone would take minutes for some of these
-        ours += [row for name in KINDS for row in faster(name, args) or [name]]
+        for name in KINDS:
+            names += faster(name, args) or [name]
     if size.group != "main":
-        return [*ours, "sdpa"] if args.device == "cuda" else ours
+        return [*names, "sdpa"] if args.device == "cuda" else names
     return [
-        *ours,
+        *names,
         "sdpa",
         "sdpa_blocks",
         *(name for name, package in PEERS.items() if installed(package)),
@@ -150,29 +161,35 @@ def all_names(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
 
 def check(args: argparse.Namespace) -> list[str]:
     """Hold every row of ours against the oracle, and return those that fail."""
-    sizes = [size for group in args.groups for size in SIZES[group]]
-    names = dict.fromkeys(name for size in sizes for name in names_of(size, "kept", args))
+    names: dict[str, None] = {}
+    for size in sizes_of(args.groups):
+        names |= dict.fromkeys(names_of(size, "kept", args))
     wrong = []
     for name in names:
         if name.startswith(("sdpa", "peer_")):
             continue
         try:
-            difference, _ = differences(name, args, "float32")
-            right, said = difference <= TOLERANCE, f"{difference:.1e}"
-            if (
-                args.dtype != "float32" and name not in INDEXED
-            ):  # these choose in their inputs' type
-                _, relative = differences(name, args, args.dtype)
-                right, said = (
-                    right and relative <= NARROW,
-                    f"{said}, {args.dtype} {relative:.1e} of the norm",
-                )
+            right, said = compared(name, args)
         except Exception as error:  # one row must not cost all others their time on a GPU
-            right, said = False, f"{type(error).__name__}: {error}"
+            right = False
+            said = f"{type(error).__name__}: {error}"
         if not right:
             wrong.append(name)
-        print(f"{'WRONG' if name in wrong else 'checked'} {name}: {said}", flush=True)
+        verdict = "checked" if right else "WRONG"
+        print(f"{verdict} {name}: {said}", flush=True)
     return wrong
+
+
+def compared(name: str, args: argparse.Namespace) -> tuple[bool, str]:
+    """Return whether a row is near enough to the oracle, and how far it is from it in words."""
+    difference, _ = differences(name, args, "float32")
+    right = difference <= TOLERANCE
+    said = f"{difference:.1e}"
+    if args.dtype == "float32" or name in INDEXED:  # the latter choose in their inputs' type
+        return right, said
+    _, relative = differences(name, args, args.dtype)
+    said = f"{said}, {args.dtype} {relative:.1e} of the norm"
+    return right and relative <= NARROW, said
 
 
 def once(attention: Attention, inputs: list[Tensor], gradient_BHND: Tensor | None) -> None:
@@ -354,7 +371,9 @@ def work(memory: str, groups: list[str], args: argparse.Namespace, door: Connect
     if memory == "kept":
         keep_freed_memory()
     args.rate = product_rate(args)
-    rows = [row for group in groups for size in SIZES[group] for row in measure(size, args, memory)]
+    rows: list[dict[str, Any]] = []
+    for size in sizes_of(groups):
+        rows += measure(size, args, memory)
     versions = code() | {name: version for name in PEERS.values() if (version := installed(name))}
     place = {
         "machine": machine(args.device, args.threads),
@@ -373,6 +392,17 @@ def table(memory: str, groups: list[str], args: argparse.Namespace) -> list[dict
     other.close()
     rows, args.wrong = door.recv()
     process.join()
+    return rows
+
+
+def tables(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of every table that is asked for."""
+    rows: list[dict[str, Any]] = []
+    # A process for each group: kept memory would add up to more than a machine has.
+    for group in args.groups:
+        rows += table("kept", [group], args)
+    if args.device == "cpu" and "main" in args.groups:
+        rows += table("system", ["main"], args)
     return rows
 
 
@@ -416,10 +446,7 @@ def main() -> None:
     for package in PEERS.values():
         if not installed(package):
             print(f"no row of {package}: not installed (pip install 'rtx[peers]')")
-    # A process for each group: kept memory would add up to more than a machine has.
-    rows = [row for group in args.groups for row in table("kept", [group], args)]
-    if args.device == "cpu" and "main" in args.groups:
-        rows += table("system", ["main"], args)
+    rows = tables(args)
     path = (
         Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
     )

@@ -40,8 +40,10 @@ def timed(seconds: list[float]) -> None:
 
 def main() -> None:
     """Train, measure, print and write."""
-    overrides, seconds = sys.argv[1:], []
-    config, every = compose(overrides), TrainerConfig().checkpoint_every
+    overrides = sys.argv[1:]
+    config = compose(overrides)
+    every = TrainerConfig().checkpoint_every
+    seconds: list[float] = []
     timed(seconds)
     with tempfile.TemporaryDirectory() as scratch:
         os.environ |= {"RTX_RUN": f"{scratch}/run", "RTX_DATA": f"{scratch}/data"}

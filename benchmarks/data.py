@@ -31,12 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ending import end_with_children
+from ending import children, end_with_children
 
 from rtx.settings.schema import DataConfig
 
 MB = 1_000_000
-BATCH, LENGTH = 8, 8_192
+BATCH = 8
+LENGTH = 8_192
 BOOK = 400_000
 """Bytes of a made book, about the mean of PG-19's."""
 BOOKS_IN_GROUP = 1_000
@@ -103,7 +104,8 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     from rtx.data.files import file_sha256
     from rtx.data.sampler import ShuffledWindows
 
-    content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"
+    content = repeated(text_of(args), int(100 * MB * args.scale))
+    archive = folder / "enwik8.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("enwik8", content)
     text.ENWIK8 = Remote(
@@ -123,7 +125,8 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
         training_batches(sampler, 0, 20),
         training_batches(sampler, 20, 20 + steps),
     ):  # the first ones warm up
-        begin, units = time.perf_counter(), 0
+        units = 0
+        begin = time.perf_counter()
         for batch in batches:
             units += batch.numel()
         seconds = time.perf_counter() - begin
@@ -168,10 +171,8 @@ def case_subwords(folder: Path, args: argparse.Namespace) -> list[Row]:
     learned = time.perf_counter()
     unseen = text[half : half + int(30 * MB * args.scale)]
     tokenizer.encode(unseen)
-    rate, facts = (
-        len(unseen) / (time.perf_counter() - learned) / MB,
-        {"vocabulary": args.vocabulary},
-    )
+    rate = len(unseen) / (time.perf_counter() - learned) / MB
+    facts = {"vocabulary": args.vocabulary}
     rows = [row("subwords learned", learned - begin, "s", None, bytes=half, **facts)]
     return [
         *rows,
@@ -217,7 +218,8 @@ def write_books(folder: str, size: str, text: str) -> None:
     content = text_of(argparse.Namespace(text=Path(text) if text else None)).decode(
         "utf-8", "replace"
     )
-    count, place = max(1, int(size) // BOOK), Path(folder)
+    count = max(1, int(size) // BOOK)
+    place = Path(folder)
     place.mkdir()
     twice = content * (BOOK // len(content) + 2)
     files = -(-count // BOOKS_IN_GROUP)
@@ -267,7 +269,8 @@ def write_images(path: Path, count: int, seed: int) -> None:
     from PIL import Image
     from pyarrow import parquet
 
-    draw, rows = np.random.default_rng(seed), []
+    draw = np.random.default_rng(seed)
+    rows = []
     for _ in range(count):
         coarse = draw.integers(0, 224, (8, 8, 3)).repeat(4, 0).repeat(4, 1)
         target = io.BytesIO()
@@ -304,7 +307,9 @@ class Memory(threading.Thread):
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
-        self.process, self.largest, self.over = process, 0, False
+        self.process = process
+        self.largest = 0
+        self.over = False
 
     def run(self) -> None:
         """Look ten times a second."""
@@ -317,14 +322,13 @@ class Memory(threading.Thread):
 def family(process: int) -> list[int]:
     """Return the numbers of a process and of all below it."""
     try:
-        found = [
-            int(n)
-            for path in Path(f"/proc/{process}/task").glob("*/children")
-            for n in path.read_text().split()
-        ]
+        found = children(process)
     except OSError:
         found = []
-    return [process, *(number for child in found for number in family(child))]
+    numbers = [process]
+    for child in found:
+        numbers += family(child)
+    return numbers
 
 
 def own_bytes(process: int) -> int:
@@ -368,11 +372,16 @@ def measured(name: str, words: list[str], full: bool) -> list[Row]:
 
 def shown(found: Row) -> str:
     """Return a line of the table."""
-    value, goal, verdict = found["value"], found["goal"], ""
+    value = found["value"]
+    goal = found["goal"]
+    unit = found["unit"]
+    verdict = ""
     if goal is not None:
-        below = found["unit"] in ("s", "GiB")
-        verdict = f"{'<' if below else '>'} {goal:g}: {'yes' if (value < goal) == below else 'no'}"
-    return f"{found['what']:<48} {value:>9,.4g} {found['unit']:<17} {verdict}"
+        below = unit in ("s", "GiB")
+        sign = "<" if below else ">"
+        met = "yes" if (value < goal) == below else "no"
+        verdict = f"{sign} {goal:g}: {met}"
+    return f"{found['what']:<48} {value:>9,.4g} {unit:<17} {verdict}"
 
 
 def main() -> None:

@@ -32,5 +32,7 @@ def children(process: int) -> list[int]:
     """Return the numbers of the processes that a process has started, as Linux knows them;
     elsewhere none.
     """
-    lists = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(number) for path in lists for number in path.read_text().split()]
+    numbers: list[int] = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        numbers += [int(number) for number in path.read_text().split()]
+    return numbers

@@ -150,7 +150,8 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     assert rtx.commands.train
     imports = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = compose(overrides)
-    units, device = vocabulary_size(config.data), prepare_device(config)
+    units = vocabulary_size(config.data)
+    device = prepare_device(config)
     total = cost(config, units)
     parts = footprint(config, total, resolve_hardware(config).micro_batch_size, units)
     step, _ = training_step(config, drawn_store(units), device)

@@ -224,7 +224,8 @@ def facts(args: argparse.Namespace) -> Found:
 def report(args: argparse.Namespace, known: Found) -> None:
     """Print all rows and the goals, and write them to gpu.json."""
     rows = Journal(args.out, args.dry).rows()
-    listed, expected = with_ratios(rows), judged({} if args.dry else rows)
+    listed = with_ratios(rows)
+    expected = judged({} if args.dry else rows)
     for row in listed:
         print(line_of(row))
     print(f"\n{'goal':<78}{'target':>10}{'measured':>10}")
@@ -279,7 +280,8 @@ def main() -> int:
     end_with_children()
     if args.section:
         return work(args)
-    known, began = facts(args), time.time()
+    known = facts(args)
+    began = time.time()
     args.retry_before = began if args.retry else 0.0
     end = began + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,11 @@ INDEXED = ("exact", "blocks", "indexer")
 FlexAttention.
 """
 
-BLOCK, SUMMARY = 16, 8
-"""Positions of a block of `blocks`, and of the summary of a block of `fixed`."""
+BLOCK = 16
+"""Positions of a block of `blocks`."""
+
+SUMMARY = 8
+"""Positions of the summary of a block of `fixed`."""
 
 SETTLING = 30
 """Steps after which thresholds have brought the counts of causal selection near W, as in training.
@@ -272,12 +275,11 @@ def faster(name: str, args: argparse.Namespace) -> list[str]:
 
 def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Pattern:
     """Return heads of one of our patterns, with strides and buckets that make about W keys."""
-    shape, window = (args.heads, args.dim), size.W
+    shape = (args.heads, args.dim)
+    window = size.W
     if kind.startswith("lsh"):
-        rounds, variant = (
-            ROUNDS if kind == "lsh_rounds" else 1,
-            "reformer" if kind == "lsh_reformer" else "causal",
-        )
+        rounds = ROUNDS if kind == "lsh_rounds" else 1
+        variant = "reformer" if kind == "lsh_reformer" else "causal"
         hashed: dict[str, Any] = {"window": window, "buckets": 2 * (size.C // 2), "seed": 0}
         return Lsh(*shape, rounds=rounds, variant=variant, backend=backend, **hashed)
     if kind.startswith("routing"):
@@ -310,7 +312,8 @@ def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float,
     torch.manual_seed(0)
     small = argparse.Namespace(batch=2, heads=2, dim=16, device=args.device, dtype=dtype)
     size = Size("check", 128, 32, 4)
-    ours, inputs = make(name, size, small), make_inputs(size, small)
+    ours = make(name, size, small)
+    inputs = make_inputs(size, small)
     assert isinstance(ours, Ours)
     ours.pattern.eval()
     gradient_BHND = torch.randn(inputs[0].shape, device=args.device)
@@ -334,7 +337,8 @@ def pairs(name: str, size: Size) -> float:
     """Return how many pairs a head reads (routing and hashing heads: with clusters and buckets
     evenly filled).
     """
-    N, W = size.N, size.W
+    N = size.N
+    W = size.W
     kind = without_positions(pattern_and_backend(name)[0])
     if kind in ("full", "sdpa"):
         return triangle(N)

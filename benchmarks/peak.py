@@ -108,7 +108,8 @@ def imports() -> int:
 def main() -> None:
     """Measure, print and write."""
     end_with_children()
-    alone, results = imports(), []
+    alone = imports()
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         draws = np.random.default_rng(0).integers(0, WORDS, 400_000)
         text = " ".join(f"w{number}" for number in [*range(WORDS), *draws])

@@ -145,10 +145,8 @@ def weights_step(args: argparse.Namespace, products: str) -> Step:
     """Return the products of every linear layer of our top-w model with activations, forward and
     backward.
     """
-    device, model = (
-        args.device,
-        Transformer(ours(args, "topk", products=products), 256).to(args.device),
-    )
+    device = args.device
+    model = Transformer(ours(args, "topk", products=products), 256).to(device)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = [
         torch.randn(args.length, linear.in_features, device=device, requires_grad=True)

@@ -89,7 +89,8 @@ def main(words: Sequence[str]) -> int:
 
 def options_of(words: Sequence[str]) -> tuple[dict[str, int], list[str]]:
     """Take our own options out of the words; returns them, and the words that are left."""
-    asked, rest = dict(DEFAULTS), []
+    asked = dict(DEFAULTS)
+    rest: list[str] = []
     for word in words:
         key, _, text = word.partition("=")
         if key not in DEFAULTS:
@@ -123,9 +124,10 @@ def measure(rows: Sequence[Row], stores: Sequence[Store], asked: Mapping[str, in
     timed = [turns_of(row, store, asked) for row, store in zip(rows, stores, strict=True)]
     with progress_bar("turns of rows") as show:
         for done in range(asked["turns"] * len(rows)):
-            row, turns = rows[done % len(rows)], timed[done % len(rows)]
+            place = done % len(rows)
+            row = rows[place]
             try:
-                row.ms_turns.extend(itertools.islice(turns, 1))
+                row.ms_turns.extend(itertools.islice(timed[place], 1))
             except Exception as error:  # which ends its turns, and frees its memory for the others
                 row.reason = (
                     out_of_memory(error) or f"{type(error).__name__}: {error}".splitlines()[0]

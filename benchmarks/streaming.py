@@ -85,7 +85,8 @@ def attention_patterns() -> dict[str, Pattern]:
 
 def model_stream(model: Transformer, position: int) -> Callable[[], object]:
     """Return what makes the next step of a stream that has taken in `position` random units."""
-    decoder, generator = Decoder(model), torch.Generator().manual_seed(position)
+    decoder = Decoder(model)
+    generator = torch.Generator().manual_seed(position)
     decoder.prefill(torch.randint(0, 256, (1, position - 1), generator=generator))
     return lambda: decoder.step(torch.randint(0, 256, (1,), generator=generator))
 
@@ -93,7 +94,8 @@ def model_stream(model: Transformer, position: int) -> Callable[[], object]:
 def attention_stream(pattern: Pattern, position: int) -> Callable[[], object]:
     """Return what makes the next step of heads that have taken in `position` random vectors."""
     generator = torch.Generator().manual_seed(position)
-    cache, count = pattern.start(), itertools.count(position)
+    cache = pattern.start()
+    count = itertools.count(position)
 
     def inputs(length: int, first: int) -> tuple[QueriesKeys, Tensor]:
         q, k, v = torch.randn(3, 1, 8, length, 64, generator=generator)
@@ -234,7 +236,9 @@ def compare(
 
 def line(row: dict[str, Any]) -> str:
     """Return a row's line of the table."""
-    early, late, times = row["ms"]["early"], row["ms"]["late"], row["fresh_pass"]["times_a_step"]
+    early = row["ms"]["early"]
+    late = row["ms"]["late"]
+    times = row["fresh_pass"]["times_a_step"]
     return f"{row['pattern']:<16}{early:>15.3f}{late:>8.3f}{row['ratio']:>7.2f}{times:>11.0f}x"
 
 

@@ -29,5 +29,5 @@ def sharded_as(value: Tensor, like: Any) -> Tensor:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = like.device_mesh, like.placements
-    return distribute_tensor(value.to(like.dtype), mesh, placements, src_data_rank=None)
+    mesh = like.device_mesh
+    return distribute_tensor(value.to(like.dtype), mesh, like.placements, src_data_rank=None)

@@ -31,8 +31,11 @@ SELECTION = "topk_selection"
 PEERS = ("flex_window", "flash_window")
 SETTLING = 30
 """Steps behind which thresholds hold about W members in a cluster, as in training."""
-SECONDS, FEWEST, MOST = 0.25, 5, 20
-"""How long something is repeated, and how often."""
+SECONDS = 0.25
+"""How long something is repeated."""
+FEWEST = 5
+MOST = 20
+"""How often it is repeated at least, and at the most, whatever it takes."""
 
 Run = Callable[[], object]
 

@@ -56,7 +56,8 @@ def rows(dry: bool) -> list[Row]:
         for dtype in (narrow, torch.float32):
             for shaw in (False, True):
                 found += [pattern_row(kind, backend, dtype, shape, shaw) for kind in makers(shape)]
-    found += [row for name in SMALL for row in compiled_rows(name)]
+    for name in SMALL:
+        found += compiled_rows(name)
     return list({row.key: row for row in found}.values())
 
 
@@ -90,7 +91,7 @@ def waits_row(name: str, how: str) -> Row:
 
 def makers(shape: Shape) -> dict[str, Callable[[], Pattern]]:
     """Return what makes each pattern, without dropout: the oracle has none."""
-    H, D, C, W, N = shape.H, shape.D, shape.C, shape.W, shape.N
+    _, H, N, D, C, W = shape
     found: dict[str, Callable[[], Pattern]] = {
         "full": attention.Full,
         "local": lambda: attention.Local(window=W),
@@ -132,7 +133,8 @@ def check(kind: str, backend: str, dtype: torch.dtype, shape: Shape, shaw: bool)
     same = all(torch.equal(x, y) for x, y in zip(found.values(), again.values(), strict=True))
     right = expected(kind, dtype, shape, shaw)
     errors = {name: relative(found[name], right[name]) for name in found}
-    worst, tolerance = max(errors.values()), TOLERANCES[dtype]
+    worst = max(errors.values())
+    tolerance = TOLERANCES[dtype]
     return {
         "pass": worst <= tolerance and (same or backend != "triton" or kind in INDEXED),
         "error_norm": worst,

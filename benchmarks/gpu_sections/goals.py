@@ -68,7 +68,8 @@ def value(key: str, field: str, rows: Rows) -> float | None:
 
 def ratio(key: str, other: str, field: str, rows: Rows) -> float | None:
     """Return how many times as large a number of the first row is as that of the other."""
-    above, below = value(key, field, rows), value(other, field, rows)
+    above = value(key, field, rows)
+    below = value(other, field, rows)
     return above / below if above is not None and below else None
 
 

@@ -35,8 +35,10 @@ class Journal:
 
     def __init__(self, folder: Path, dry: bool, retry_before: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.current = folder / "gpu.jsonl", folder / "current"
-        self.dry, self.retry_before = dry, retry_before
+        self.path = folder / "gpu.jsonl"
+        self.current = folder / "current"
+        self.dry = dry
+        self.retry_before = retry_before
 
     def rows(self) -> dict[str, Found]:
         """Return the newest row of each key; half a line, of a process that was ended, is none."""

@@ -19,7 +19,9 @@ from .goals import Rows, goals
 from .journal import Found
 from .whole_steps import VOCABULARY, Variant, composed
 
-HEADS, SIZE, WINDOW = 8, 64, 256
+HEADS = 8
+SIZE = 64
+WINDOW = 256
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "attention-gpu.json"
 FLASH_PRODUCTS = 7
 """Products of the size of queries times keys in torch's attention: 2 forward, 5 backward."""

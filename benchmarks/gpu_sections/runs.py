@@ -21,8 +21,10 @@ from . import text_store
 from .journal import Found, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_STEPS, KILLED_AT = 48, 16
-"""Steps of the runs that are compared, and the checkpoint behind which one of them is killed."""
+SHORT_STEPS = 48
+"""Steps of the runs that are compared."""
+KILLED_AT = 16
+"""The step of the checkpoint behind which one of them is killed."""
 TOLERANCE = 1e-3
 """Largest difference of losses of a resumed run, in bits."""
 LIMIT = 150
@@ -230,7 +232,9 @@ def resume(place: Place) -> Found:
 def train_until_killed(place: Place, words: list[str]) -> int:
     """Train until a step behind a checkpoint, kill the run, and return its last step."""
     process = start(place, "killed", "train", *words)
-    metrics, step, began = place.folder / "killed" / "metrics.jsonl", 0, time.monotonic()
+    metrics = place.folder / "killed" / "metrics.jsonl"
+    step = 0
+    began = time.monotonic()
     while step <= KILLED_AT and process.poll() is None and time.monotonic() - began < LIMIT:
         time.sleep(0.02)
         step = metrics.read_text().count('"train/bits"') if metrics.exists() else 0
@@ -245,7 +249,8 @@ def train_until_killed(place: Place, words: list[str]) -> int:
 def spread(place: Place, name: str) -> Found:
     """Train some steps by one process of a strategy for many."""
     shutil.rmtree(place.folder / name, ignore_errors=True)
-    words = [f"hardware={name}", "hardware.devices=1", f"trainer.steps={3 if place.dry else 20}"]
+    steps = 3 if place.dry else 20
+    words = [f"hardware={name}", "hardware.devices=1", f"trainer.steps={steps}"]
     rtx(place, name, "train", *place.sizes(), *words)
     rows = losses(place, name)
     return {name: rows[-1][name] for name in ("bits", "tokens_per_second")}

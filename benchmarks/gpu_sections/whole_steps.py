@@ -31,11 +31,17 @@ from rtx.training.start import build_model
 from .journal import Found, Row, turn
 
 VOCABULARY = 256
-EAGER, COMPILED, GRAPHS, RECORDED = "eager", "compiled", "graphs", "recorded"
-"""GRAPHS: eager passes, recorded as CUDA graphs. RECORDED: compiled ones."""
+EAGER = "eager"
+COMPILED = "compiled"
+GRAPHS = "graphs"
+"""Eager passes, recorded as CUDA graphs."""
+RECORDED = "recorded"
+"""Compiled passes, recorded as CUDA graphs."""
 WARM_UP = 3
-SECONDS, MOST_STEPS = 1.5, 60
-"""How long steps are timed, and how many of them at the most."""
+SECONDS = 1.5
+"""How long steps are timed."""
+MOST_STEPS = 60
+"""How many steps are timed at the most."""
 STEPS_WITHOUT_WAIT = 3
 ROUTED = ("causal", "topk", "probed")
 ALONE = ("full", "local")
@@ -115,14 +121,17 @@ def sizes_of(variant: Variant) -> list[str]:
 
 def rows(dry: bool) -> list[Row]:
     """Return the rows of this section, those of the goals first."""
-    found = [(Variant("6x512", heads, 8192), how) for how in (EAGER, RECORDED) for heads in HEADS]
+    found = [(Variant("6x512", heads, 8192), EAGER) for heads in HEADS]
+    found += [(Variant("6x512", heads, 8192), RECORDED) for heads in HEADS]
     found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ROUTED]
-    found += [(Variant("6x512", heads, N), RECORDED) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("6x512", heads, 32_768), RECORDED) for heads in HEADS]
+    found += [(Variant("6x512", heads, 65_536), RECORDED) for heads in HEADS]
     found += [(Variant("rt24", heads, 8192), RECORDED) for heads in ("causal", "full", "topk")]
     found += [(Variant("6x512", heads, 8192), GRAPHS) for heads in HEADS]
     found += [(Variant("rt24", heads, 8192), GRAPHS) for heads in ("causal", "full", "topk")]
     found += [(Variant("6x512", heads, 8192), COMPILED) for heads in HEADS]
-    found += [(Variant("6x512", heads, N), EAGER) for N in (32_768, 65_536) for heads in HEADS]
+    found += [(Variant("6x512", heads, 32_768), EAGER) for heads in HEADS]
+    found += [(Variant("6x512", heads, 65_536), EAGER) for heads in HEADS]
     found += [(Variant("rt12", heads, 8192, 2), RECORDED) for heads in ("full", "local")]
     found += [(Variant("rt12", heads, 8192, 2), EAGER) for heads in HEADS]
     found += [(Variant("rt24", "local", 8192), RECORDED)]
@@ -224,7 +233,8 @@ def timed_steps(stepper: Stepper, most: int) -> tuple[float, list[float]]:
 
 def rates(stepper: Stepper, ms: float) -> Found:
     """Return units a second, and the share of the chip's peak."""
-    variant, config = stepper.variant, stepper.config
+    variant = stepper.variant
+    config = stepper.config
     name = torch.cuda.get_device_name() if stepper.device == "cuda" else None
     per_second = 1e3 * variant.batch * variant.length / ms
     precision = precision_on(config.hardware, stepper.device == "cuda")
@@ -241,7 +251,8 @@ def memory(stepper: Stepper, how: str) -> Found:
     Recorded passes have no such peak: their tensors lie in a pool that no longer counts as
     allocated.
     """
-    config, batch = stepper.config, stepper.variant.batch
+    config = stepper.config
+    batch = stepper.variant.batch
     planned = sum(footprint(config, cost(config, VOCABULARY), batch, VOCABULARY).values())
     if stepper.device == "cpu" or how in (GRAPHS, RECORDED):
         return {"plan_bytes": round(planned)}

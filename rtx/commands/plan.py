@@ -129,7 +129,8 @@ def attention_lines(config: Config, memory: float | None) -> list[str]:
         config = with_values(config, {"hardware.name": "gpu"})
     if not on_gpu(config):
         return []
-    return [f"attention   {attention_line(config, META if memory else gpu_here())}"]
+    device = META if memory else gpu_here()
+    return [f"attention   {attention_line(config, device)}"]
 
 
 def speed_lines(config: Config, total: Cost, vocabulary: int, world: int) -> list[str]:

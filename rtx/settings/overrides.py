@@ -154,9 +154,10 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
 
 def run_extensions(triples: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     """Run the files that words name as extensions; returns each value with its path and sha256."""
-    values = {
-        value for _, key, text in triples if key == "extensions" for value in split_values(text)
-    }
+    values: set[str] = set()
+    for _, key, text in triples:
+        if key == "extensions":
+            values.update(split_values(text))
     return {value: load_extensions(unquoted(value)) for value in sorted(values - {"null"})}
 
 

@@ -232,7 +232,9 @@ class Sharded(ModelParallelStrategy):
         """Load this process's shards of the optimizer's state, as `load_model_state_dict` does."""
         (optimizer,) = self.optimizers
         (state,) = checkpoint["optimizer_states"]
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        weights: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            weights += group["params"]
         for number, values in state["state"].items():
             like = weights[number]
             for name, value in values.items():
