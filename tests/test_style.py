@@ -31,19 +31,6 @@ UNCHECKED: tuple[str, ...] = (
     "rtx/sharded.py",
     "rtx/training/",
     "tests/attention/",
-    "tests/commandline/",
-    "tests/commands/",
-    "tests/faults/",
-    "tests/report/",
-    "tests/slurm/",
-    "tests/sweep/",
-    "tests/test_benchmarks.py",
-    "tests/test_cli.py",
-    "tests/test_conf.py",
-    "tests/test_docs.py",
-    "tests/test_install.py",
-    "tests/test_losses.py",
-    "tests/training/",
 )
 """Files and folders that have such statements."""
 TRUTH_VALUES = (ast.Compare, ast.BoolOp)
