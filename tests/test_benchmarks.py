@@ -130,7 +130,8 @@ def test_gpu_goes_on_behind_rows_that_kill_or_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    gpu, journal = importlib.import_module("gpu"), importlib.import_module("gpu_sections.journal")
+    gpu = importlib.import_module("gpu")
+    journal = importlib.import_module("gpu_sections.journal")
     (tmp_path / "gpu.py").write_text(
         FAULTY.format(benchmarks=str(BENCHMARKS), folder=str(tmp_path))
     )

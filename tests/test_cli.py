@@ -189,8 +189,9 @@ def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
 def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
     """tqdm takes a process with this module for a notebook."""
     (tmp_path / "ipykernel").mkdir()
-    for name in ("ipykernel/__init__.py", "ipykernel/zmqshell.py", "ipywidgets.py"):
-        (tmp_path / name).write_text("raise ImportError\n" * (name == "ipywidgets.py"))
+    for name in ("__init__.py", "zmqshell.py"):
+        (tmp_path / "ipykernel" / name).touch()
+    (tmp_path / "ipywidgets.py").write_text("raise ImportError\n")
     (tmp_path / "IPython.py").write_text("def get_ipython(): return None\n")
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     program = f"{path}; import ipykernel.zmqshell, IPython, rtx.progress as p"
@@ -280,7 +281,8 @@ BUSY = """(
     "way", ["sys.last = Last()", f"threading.Thread(target=lambda: {BUSY}).start()"]
 )
 def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> None:
-    words, pipe = [sys.executable, "-c", TAKEN_APART.format(way=way)], subprocess.PIPE
+    words = [sys.executable, "-c", TAKEN_APART.format(way=way)]
+    pipe = subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"

@@ -412,7 +412,8 @@ def reduced(*overrides: str) -> Config:
         "cutoffs": config.model.cutoffs and "16x64",
         "band_factor": 2,
     }
-    model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
+    channels = 3 if images else 2
+    model |= {"axes": config.model.axes and f"4x4x{channels}"}
     model |= {
         "memory": 12 if config.model.memory else 0,
         "compressed": 8 if config.model.compressed else 0,

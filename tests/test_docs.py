@@ -53,10 +53,8 @@ def test_the_notebook_trains_and_shows_what_heads_read(
 
 
 def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> None:
-    drawing, page = (
-        runpy.run_path(str(DOCS / "pictures.py")),
-        (DOCS / "attention.md").read_text(encoding="utf-8"),
-    )
+    drawing = runpy.run_path(str(DOCS / "pictures.py"))
+    page = (DOCS / "attention.md").read_text(encoding="utf-8")
     patterns = drawing["patterns"]()
     for name, pattern in patterns.items():
         kept = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")

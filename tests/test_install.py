@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(
     tmp_path: Path,
 ) -> None:
-    folder, here = tmp_path / "installed", tmp_path / "here"
+    folder = tmp_path / "installed"
+    here = tmp_path / "here"
     here.mkdir()
     # pip makes a wheel and installs it. What it needs is taken from this environment.
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]

@@ -78,7 +78,8 @@ def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
     """Return a model whose weights are drawn by python's generator: torch's differs between
     versions.
     """
-    model, draw = Transformer(config, 256).to(dtype), random.Random(1)
+    model = Transformer(config, 256).to(dtype)
+    draw = random.Random(1)
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(DRAWN)]
     for name, value in sorted(
         [*model.named_parameters(), *buffers], key=lambda pair: recorded_name(pair[0])
@@ -117,7 +118,8 @@ def losses(
     # rounding.
     text = "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
     batches = MicroBatches(ShuffledWindows(encode_text(Tokenizer(), text), 64, 0, 2), 2)
-    optimizer, seen = build_optimizer(model, config.optimizer), []
+    optimizer = build_optimizer(model, config.optimizer)
+    seen: list[float] = []
     for step in range(steps):
         nats_BN, auxiliary = model.loss(batches[2 * step])
         loss: Tensor = nats_BN.mean() + auxiliary

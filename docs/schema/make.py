@@ -43,11 +43,13 @@ def text_of(group: str) -> str:
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
-    fields, hints = fields_of(cls), typing.get_type_hints(cls).items()
-    inner = {
-        name: of_field(fields[name]) if name in fields else of_section(hint, name)
-        for name, hint in hints
-    }
+    fields = fields_of(cls)
+    inner: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if name in fields:
+            inner[name] = of_field(fields[name])
+        else:
+            inner[name] = of_section(hint, name)
     facts = {"title": title, "description": cls.__doc__, "type": "object"}
     return {**facts, "additionalProperties": False, "properties": inner}
 

@@ -88,7 +88,8 @@ class Stage:
     def ask(self, words: Sequence[str]) -> list[Config]:
         """Run a line, check exit code and message, and return what it would have worked with."""
         self.reached = []
-        out, said = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        said = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
             code = cli.main(words)
         error = said.getvalue()
@@ -208,20 +209,27 @@ def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:
     if "${" not in word:
         return value_of(field, text)
     bare = word[1:-1] if re.fullmatch(QUOTED, word) else word
-    bare, found = re.sub(r"\$\{oc\.decode:'(\w+)'\}", r"\1", bare), {}
+    bare = re.sub(r"\$\{oc\.decode:'(\w+)'\}", r"\1", bare)
+    found: dict[str, Any] = {}
     for name in REFERENCE.findall(bare):
-        leaf = name.lstrip(".")
-        above = (
-            field.key.split(".")[: len(leaf) - len(name)] if leaf != name else []
-        )  # a dot: beside the key itself
-        found[name] = (
-            os.environ[name[7:]] if name.startswith("oc.env:") else values[".".join([*above, leaf])]
-        )
+        found[name] = referred(values, field, name)
     if bare[2:-1] in found and found[bare[2:-1]] is None:
         return None
     filled = REFERENCE.sub(lambda each: written(found[each[1]]), bare)
     assert "${" not in filled, text
     return filled if field.kind is str and not field.values else value_of(field, filled)
+
+
+def referred(values: Mapping[str, Any], field: Field, name: str) -> Any:
+    """Return the value that a reference in a field names."""
+    if name.startswith("oc.env:"):
+        return os.environ[name.removeprefix("oc.env:")]
+    leaf = name.lstrip(".")
+    if leaf == name:
+        return values[name]
+    # Each dot in front is a step up from the key itself: one means beside it.
+    above = field.key.split(".")[: len(leaf) - len(name)]
+    return values[".".join([*above, leaf])]
 
 
 def value_of(field: Field, text: str) -> Any:

@@ -29,7 +29,8 @@ def trained(workshop: Workshop) -> Iterator[Train]:
     """What trains on a set for two steps, once."""
 
     def train(name: str) -> Path:
-        run, place = workshop.folder / name, workshop.folder / f"{name}-files"
+        run = workshop.folder / name
+        place = workshop.folder / f"{name}-files"
         if not run.exists():
             place.mkdir()
             quick = [
@@ -48,7 +49,8 @@ def trained(workshop: Workshop) -> Iterator[Train]:
 
 def test_every_action_says_what_it_found(tmp_path: Path) -> None:
     place = Workshop(tmp_path)
-    root, options = place.data, ["data=text", place.text]
+    root = place.data
+    options = ["data=text", place.text]
 
     def said(*words: str, code: int = 0) -> str:
         return place.command("data", *words, code=code)
@@ -113,7 +115,8 @@ def run(workshop: Workshop) -> Path:
     (folder := workshop.folder / "pictures").mkdir()
     for number, image in enumerate(random_images(23, 6, 8)):
         (folder / f"{number:02d}.png").write_bytes(encoded(image))
-    run, words = workshop.folder / "run", ("train", *SMALL, "data=images", f"data.path={folder}")
+    run = workshop.folder / "run"
+    words = ("train", *SMALL, "data=images", f"data.path={folder}")
     said = workshop.command(*words, run=run, code=2)
     assert "data.length=3072: expected 144, for one image is one sequence" in said
     workshop.command(*words, "data.length=144", "trainer.steps=2", run=run)

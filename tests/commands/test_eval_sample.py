@@ -57,10 +57,8 @@ def test_causal_scores_the_same_in_both_modes_and_topk_is_marked(
 
 def test_a_run_in_float64_is_loaded_and_scored_by_its_own_bits(workshop: Workshop) -> None:
     run = workshop.train("wide", "routing=causal", "hardware.precision=fp64", "trainer.steps=3")
-    kept, loaded = (
-        load_for_use(run / "checkpoints", "last")["model"],
-        load(run, "last").model.state_dict(),
-    )
+    kept = load_for_use(run / "checkpoints", "last")["model"]
+    loaded = load(run, "last").model.state_dict()
     assert any(tensor.dtype == torch.float64 for tensor in kept.values())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
     score, _ = workshop.score(run, "checkpoint=last")
@@ -186,7 +184,8 @@ class Pieces(io.StringIO):
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()
-        self.is_terminal, self.pieces = is_terminal, []
+        self.is_terminal = is_terminal
+        self.pieces: list[str] = []
 
     def isatty(self) -> bool:
         return self.is_terminal
@@ -197,7 +196,8 @@ class Pieces(io.StringIO):
 
 
 def test_a_sample_comes_unit_by_unit_to_a_terminal_alone(workshop: Workshop, run: Path) -> None:
-    wish, texts = ["sample", str(run), "length=40", "prompt=ab"], []
+    wish = ["sample", str(run), "length=40", "prompt=ab"]
+    texts: list[str] = []
     for is_terminal, pieces in ((True, 41), (False, 1)):  # the prompt and each unit; all at once
         stream = Pieces(is_terminal)
         with contextlib.redirect_stdout(stream):
@@ -238,17 +238,16 @@ def test_an_export_has_the_weights_and_the_score_of_the_run(
 ) -> None:
     names = {path.name for path in exported.iterdir()}
     assert names == {"model.safetensors", "export.json", "config.yaml", "README.md"}
-    ours, theirs = (
-        load(exported).model.state_dict(),
-        load_for_use(run / "checkpoints", "best")["model"],
-    )
+    ours = load(exported).model.state_dict()
+    theirs = load_for_use(run / "checkpoints", "best")["model"]
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
     scores = [workshop.score(folder, "split=test")[0]["bits"] for folder in (run, exported)]
     texts = [workshop.answer("sample", str(folder), "length=40")[0] for folder in (run, exported)]
     assert scores[0] == scores[1] and texts[0] == texts[1]
-    page, parameters = (exported / "README.md").read_text(), load(run).model.count_parameters()
+    page = (exported / "README.md").read_text()
+    parameters = load(run).model.count_parameters()
     assert page.startswith("---\nlibrary_name: rtx\n") and "after 12 steps" not in page
     scored = (
         f"**{final(run)['bits']:.4f} bits/byte**",

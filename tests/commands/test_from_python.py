@@ -43,7 +43,8 @@ LONG = ("trainer.steps=1000000", "trainer.val_every=1000000", "trainer.checkpoin
 
 def begin(workshop: Workshop, name: str, *words: str) -> Process:
     """Start the script in a process of its own."""
-    script, log = workshop.folder / "own.py", workshop.folder / f"{name}.log"
+    script = workshop.folder / "own.py"
+    log = workshop.folder / f"{name}.log"
     script.write_text(OWN)
     every = json.dumps([workshop.text, *SIZES, *words])
     environment = {**os.environ, **workshop.environment(workshop.folder / name), "WORDS": every}
@@ -55,7 +56,8 @@ def begin(workshop: Workshop, name: str, *words: str) -> Process:
 
 def ended(process: Process) -> str:
     """Wait for the end of the script, which comes to its last line, and return what it printed."""
-    code, said = process.wait(), process.log.read_text()
+    code = process.wait()
+    said = process.log.read_text()
     assert code == 0, said
     assert said.endswith(
         "the handler of the script\ngoes on with ['--tag', 'mine', '--steps', '3']\n"

@@ -92,7 +92,8 @@ def test_every_command_takes_it(
 ) -> None:
     # test_analyze.py draws pictures.
     draw_nothing(monkeypatch)
-    run, said = runs(kind), MEMORY.get(kind, "")
+    run = runs(kind)
+    said = MEMORY.get(kind, "")
     assert workshop.command("sample", str(run), "length=50", "prompt=abc")
     workshop.command("export", str(run))
     (own, scored), (exported, _) = (workshop.score(folder) for folder in (run, run / "export"))

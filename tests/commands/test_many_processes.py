@@ -153,11 +153,9 @@ def joined(workshop: Workshop, kind: str, precision: str) -> Path:
 def test_two_processes_take_the_steps_of_one_and_resume_on_one(
     workshop: Workshop, hardware: str, precision: str, kind: str
 ) -> None:
-    two, one, most = (
-        workshop.folder / f"{hardware}-{kind}",
-        joined(workshop, kind, precision),
-        MOST[precision],
-    )
+    two = workshop.folder / f"{hardware}-{kind}"
+    one = joined(workshop, kind, precision)
+    most = MOST[precision]
     exact = f"hardware.precision={precision}"
     said = ended(
         train(workshop, hardware, "srun", two, *EXACT, *KINDS[kind], exact, "trainer.steps=4")
@@ -177,7 +175,9 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(
         "trainer.micro_batch_size=4",
         "trainer.steps=8",
     )
-    moved = "devices 2 -> 1" + ", sharded True -> False" * (hardware == "fsdp")
+    moved = "devices 2 -> 1"
+    if hardware == "fsdp":
+        moved += ", sharded True -> False"
     assert f"no longer exact: {moved}\n" in workshop.command("resume", str(two), *changed)
     assert worst(two, one) < most
     rows = (
@@ -209,7 +209,8 @@ def test_a_run_of_one_process_goes_on_shared_out_among_two(workshop: Workshop) -
 
 
 def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: Workshop) -> None:
-    run, long = workshop.folder / "torchrun", ("trainer.steps=1000000", "trainer.val_every=1000000")
+    run = workshop.folder / "torchrun"
+    long = ("trainer.steps=1000000", "trainer.val_every=1000000")
     (process,) = train(workshop, "ddp", "torchrun", run, *long)
     process.until(after(2))
     pid = status_of(run).pid
@@ -284,7 +285,8 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
 
 
 def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Workshop) -> None:
-    text, other = (workshop.folder / "book.txt").read_bytes(), workshop.folder / "other.txt"
+    text = (workshop.folder / "book.txt").read_bytes()
+    other = workshop.folder / "other.txt"
     other.write_bytes(text[:1000] + b"c" + text[1001:])
     six = workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
     fresh, stale = (
@@ -292,7 +294,8 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
     )
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
     ddp = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
-    begun, resumed = ("train", *SIZES, *ddp), (*ddp, "trainer.steps=9")
+    begun = ("train", *SIZES, *ddp)
+    resumed = (*ddp, "trainer.steps=9")
     for run, first, second, state in (
         (
             workshop.folder / "data",
@@ -334,10 +337,8 @@ def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(
         ("exit 3", ["ended with 3"]),
         ("kill -9 $$", ["was killed by SIGKILL"]),
     ):
-        started, lines = (
-            [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")],
-            [],
-        )
+        started = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")]
+        lines: list[str] = []
         distributed.watch_ranks(started, lines.append)
         for child in started:
             child.wait()

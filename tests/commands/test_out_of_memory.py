@@ -30,7 +30,8 @@ def starve(
     """Let training run out of memory where a micro-batch has more than `most` sequences; returns
     the sizes of all.
     """
-    whole, seen = Transformer.loss, []
+    whole = Transformer.loss
+    seen: list[int] = []
 
     def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:
         if self.training:

@@ -93,7 +93,8 @@ def test_the_plan_says_what_each_device_is_given(
         told = planned(capsys, "data=enwik8", "model=rt24", *words)
         return re.split(r" (?=a GPU of|this machine)", told.partition(" what fits ")[2])
 
-    gpus, machine = [f"a GPU of {size} GiB" for size in (16, 24, 80)], ["this machine (15.0 GiB)"]
+    gpus = [f"a GPU of {size} GiB" for size in (16, 24, 80)]
+    machine = ["this machine (15.0 GiB)"]
     for words, devices in (
         ([], gpus + machine),
         (["hardware=gpu"], gpus),
@@ -114,11 +115,9 @@ def test_the_plan_says_what_each_device_is_given(
     )
 
 
-OURS, SDPA, FLASH = (
-    "our kernels for packed lists",
-    "torch's scaled_dot_product_attention",
-    "torch's flash kernel",
-)
+OURS = "our kernels for packed lists"
+SDPA = "torch's scaled_dot_product_attention"
+FLASH = "torch's flash kernel"
 TILES = "torch's operations on tiles of the lists"
 ENGINES = [
     (

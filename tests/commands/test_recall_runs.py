@@ -102,7 +102,8 @@ def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: P
 def test_an_ablation_is_named_and_kept_beside_the_plain_score(
     workshop: Workshop, recall_run: Path, mode: str
 ) -> None:
-    kept, scores = (f"mode={mode}", "limit=7"), set()
+    kept = (f"mode={mode}", "limit=7")
+    scores: set[float] = set()
     for how, said in (
         ("routing", "outputs of the routing heads set to zero"),
         ("local", "routing heads read the last W positions"),
@@ -192,15 +193,9 @@ def test_steps_are_the_same_in_parts(workshop: Workshop) -> None:
         "model.attention_dropout=0",
         "model.ffn_dropout=0",
     )
-    words, bits = (
-        [
-            *(word for word in RECALL if word != "data=recall"),
-            *task,
-            "routing.heads=0",
-            "trainer.steps=4",
-        ],
-        [],
-    )
+    words = [word for word in RECALL if word != "data=recall"]
+    words += [*task, "routing.heads=0", "trainer.steps=4"]
+    bits: list[float] = []
     for size in (1, 4):
         run = workshop.folder / f"parts{size}"
         workshop.command("train", *words, f"trainer.micro_batch_size={size}", run=run)

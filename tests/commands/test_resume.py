@@ -272,7 +272,8 @@ def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
 def test_another_version_or_number_of_threads_is_no_longer_exact(
     workshop: Workshop, steady: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, threads = Path(shutil.copytree(steady, tmp_path / "run")), torch.get_num_threads()
+    run = Path(shutil.copytree(steady, tmp_path / "run"))
+    threads = torch.get_num_threads()
     (run / "environment.json").write_text(
         (run / "environment.json").read_text().replace(f'"{__version__}"', '"0.2.0"')
     )
@@ -299,8 +300,10 @@ def test_what_would_make_another_run_of_it_is_refused(
     workshop: Workshop, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
-    path, resume = run / "config.yaml", ("resume", str(run), "trainer.steps=14")
-    whole, status = path.read_text(), (run / "status.json").read_text()
+    path = run / "config.yaml"
+    resume = ("resume", str(run), "trainer.steps=14")
+    whole = path.read_text()
+    status = (run / "status.json").read_text()
     for key, old, new in (
         ("model.hidden", 16, 32),
         ("data.length", 32, 64),

@@ -15,7 +15,8 @@ import pytest
 from rtx.runs.status import utc_now
 from tests.helpers.small_runs import Workshop, draw_nothing
 
-OLD, NEW = "20260101-000000-abcd1234", "20260102-000000-9876fedc"
+OLD = "20260101-000000-abcd1234"
+NEW = "20260102-000000-9876fedc"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def elsewhere(
     """Further variables of all commands, which have another current folder, with no runs and no
     data.
     """
-    here, more = workshop.environment, {"RTX_DATA": str(tmp_path / "none")}
+    here = workshop.environment
+    more = {"RTX_DATA": str(tmp_path / "none")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workshop, "environment", lambda run: here(run) | more)
     return more

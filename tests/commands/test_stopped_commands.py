@@ -63,7 +63,8 @@ def interrupted(workshop: Workshop, words: list[str], number: int) -> tuple[str,
     the exit code.
     """
     module, name, *command = words
-    errors, printed = workshop.folder / "errors.txt", workshop.folder / "printed.log"
+    errors = workshop.folder / "errors.txt"
+    printed = workshop.folder / "printed.log"
     printed.write_bytes(b"")
     inside = PAUSE.format(errors=str(errors), module=module, name=name)
     process = workshop.fork(Path("printed"), *command, inside=inside)

@@ -301,10 +301,8 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
     monkeypatch.setattr("rtx.commands.train.device_memory", lambda config, processes=0: 2**10)
     for seconds, windows in ((1e9, None), (1e-9, 5)):  # no fewer than a validation takes
         monkeypatch.setattr(trainer, "CLOSING_SECONDS", seconds)
-        run, words = (
-            workshop.folder / f"auto{windows}",
-            ("data.length=16", "model.recompute=false", "trainer.steps=1"),
-        )
+        run = workshop.folder / f"auto{windows}"
+        words = ("data.length=16", "model.recompute=false", "trainer.steps=1")
         said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
         assert final(run)["protocol"].get("windows") == windows and (
             final(run)["units"] == 150
@@ -326,7 +324,8 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
 def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
     workshop: Workshop, tmp_path: Path, undisturbed: Path, steps: int, recorded: int
 ) -> None:
-    run, asked = tmp_path / "run", f"trainer.profile={max(1, recorded)}"
+    run = tmp_path / "run"
+    asked = f"trainer.profile={max(1, recorded)}"
     said = workshop.command(
         "train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run
     )

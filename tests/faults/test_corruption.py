@@ -45,7 +45,8 @@ def test_a_flipped_bit_of_the_data_stops_every_command(
     workshop: Workshop, copy: Path, tmp_path: Path
 ) -> None:
     (path,) = workshop.data.glob("*/valid.bin")
-    whole, before = path.read_bytes(), (copy / "status.json").read_text()
+    whole = path.read_bytes()
+    before = (copy / "status.json").read_text()
     damage(path, flip=777)
     for words in (
         ["train", workshop.text, *SIZES],
@@ -105,7 +106,9 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(
 
 
 def test_flipped_bits_of_a_status_are_told_or_passed_over(copy: Path) -> None:
-    path, config, passed_over = copy / "status.json", load_run_config(copy), 0
+    path = copy / "status.json"
+    config = load_run_config(copy)
+    passed_over = 0
     whole = path.read_bytes()
     for state in (b"done", b"running", b"failed"):
         record = whole.replace(b'"done"', b'"' + state + b'"')
@@ -152,7 +155,8 @@ def test_a_model_or_data_other_than_was_trained_are_not_scored(
     ):
         begin = whole.index(f"{group}:\n")
         path.write_text(whole[:begin] + whole[begin:].replace(old, new, 1))
-        (key, was), is_now = old.split(": "), new.split(": ")[1]
+        key, was = old.split(": ")
+        is_now = new.split(": ")[1]
         for word in ("eval", "sample", "export", "analyze divergence"):
             said = workshop.command(*word.split(), str(copy), code=2)
             assert (

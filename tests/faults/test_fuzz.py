@@ -168,10 +168,8 @@ def test_a_configuration(run: Path, tmp_path: Path, data: DataObject) -> None:
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(lines) - 1))
-        place, word = (
-            data.draw(st.integers(0, len(lines[at]))),
-            data.draw(WORDS | st.text(max_size=5)),
-        )
+        place = data.draw(st.integers(0, len(lines[at])))
+        word = data.draw(WORDS | st.text(max_size=5))
         new = (lines[at][:place] + word + lines[at][place:], lines[at] * 2, "", word, f"{word}\n")
         lines[at] = data.draw(st.sampled_from(new))
     (tmp_path / "config.yaml").write_bytes("".join(lines).encode(errors="surrogatepass"))
@@ -246,14 +244,13 @@ def test_a_checkpoint(workshop: Workshop, run: Path, tmp_path: Path, data: DataO
 @given(data=st.data())
 @examples(20)
 def test_an_export(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject) -> None:
-    whole, lie = tmp_path / "whole", tmp_path / "lie"
+    whole = tmp_path / "whole"
+    lie = tmp_path / "lie"
     if not whole.exists():
         workshop.command("export", str(run), f"output={whole}")
     shutil.copytree(whole, lie, dirs_exist_ok=True)
-    record, weights = (
-        json.loads((whole / "export.json").read_text()),
-        (whole / "model.safetensors").read_bytes(),
-    )
+    record = json.loads((whole / "export.json").read_text())
+    weights = (whole / "model.safetensors").read_bytes()
     if data.draw(st.booleans()):  # weights that only their checksum takes for some
         changed = (
             spoilt(data, weights[: 8 + int.from_bytes(weights[:8], "little")])

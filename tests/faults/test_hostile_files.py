@@ -155,7 +155,8 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(
         draw_nothing(monkeypatch)
     (copy / "resumes.jsonl").write_text('{"changed": {}}')
     (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP))
-    text, values = (copy / name).read_text(), itertools.cycle(HOSTILE)
+    text = (copy / name).read_text()
+    values = itertools.cycle(HOSTILE)
     *rows, record = map(json.loads, text.splitlines()[:3] if name.endswith("l") else [text])
     for key in [*record, *record, ""]:
         changed = {**record, key: next(values)} if key else next(values)
@@ -201,7 +202,8 @@ def test_no_report_passes_markup_or_formulas_on(
             MARKUP, [Column("a", MARKUP)], [{"a": value} for value in ("=1+1", "+x", "@x", MARKUP)]
         )
     )
-    page, text = html(report), markdown(report)
+    page = html(report)
+    text = markdown(report)
     assert (
         report.plots
         and '" onload="' not in page

@@ -126,7 +126,8 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
 def test_two_runs_in_one_folder(workshop: Workshop, alone: Path) -> None:
     run = workshop.folder / "shared"
     processes = [workshop.fork(run, "train", workshop.text, *SIZES, STEPS) for _ in range(2)]
-    codes, said = [process.wait() for process in processes], processes[0].log.read_text()
+    codes = [process.wait() for process in processes]
+    said = processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said
     refusals = (
         f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run "

@@ -195,7 +195,8 @@ def test_what_is_no_partial_download_is_neither_emptied_nor_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    foreign, part = tmp_path / "foreign", tmp_path / "downloads" / "file.zip.part"
+    foreign = tmp_path / "foreign"
+    part = tmp_path / "downloads" / "file.zip.part"
     part.parent.mkdir()
     if kind == "pipe":
         os.mkfifo(part)
@@ -218,7 +219,8 @@ def test_downloads_behind_a_link_are_taken_but_none_is_written_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    disk, folder = tmp_path / "disk", tmp_path / "downloads"
+    disk = tmp_path / "disk"
+    folder = tmp_path / "downloads"
     disk.mkdir()
     folder.symlink_to(disk)
     with serving() as server:

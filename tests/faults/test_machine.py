@@ -25,7 +25,8 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
     workshop: Workshop, undisturbed: Path
 ) -> None:
     with small_disk(workshop.folder / "small", 1 << 20) as disk:
-        new, ballast = disk / "new", disk / "ballast"
+        new = disk / "new"
+        ballast = disk / "ballast"
         process = workshop.fork(disk / "run", "train", workshop.text, *SIZES, LONG)
         process.until(after(6))
         with contextlib.suppress(OSError):
@@ -108,7 +109,8 @@ def test_memory_that_runs_out_anywhere(
     workshop: Workshop, undisturbed: Path, megabytes: int, words: tuple[str, ...]
 ) -> None:
     process = workshop.start(f"squeezed{megabytes}", *words, inside=more_memory(megabytes << 20))
-    code, said = process.wait(), process.log.read_text()
+    code = process.wait()
+    said = process.log.read_text()
     assert code in (0, 1) and "Traceback" not in said, said
     if code:
         assert "rtx: out of memory" in said and run_state(process.run) in ("failed", "unknown"), (

@@ -68,7 +68,8 @@ def prepare(workshop: Workshop, server: Server, name: str, trusted: Path | None 
         f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(ARCHIVE)}, {sha256[0]!r})\n"
         f"text.ENWIK8_TEXT = ({len(CONTENT)}, {sha256[1]!r})\n"
     )
-    root, words = workshop.folder / name, ("data", "prepare", "data=enwik8")
+    root = workshop.folder / name
+    words = ("data", "prepare", "data=enwik8")
     return workshop.fork(
         root,
         *words,
@@ -126,10 +127,8 @@ def test_other_bytes_other_places_and_servers_whom_nobody_vouches_for_are_refuse
 def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop) -> None:
     alone = workshop.train("alone")
     with serving() as server, serving() as other:
-        server.answers, other.answers = (
-            [refuse(500)],
-            [lambda handler: send(handler, 200, b"<html>")],
-        )
+        server.answers = [refuse(500)]
+        other.answers = [lambda handler: send(handler, 200, b"<html>")]
         inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
         words = ("train", workshop.text, *SIZES, "logger=wandb")
         known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}

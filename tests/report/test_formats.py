@@ -222,7 +222,8 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
     run = tmp_path
     for at, values in enumerate([LOCAL, FULL, *selections]):
         for seed in range(5):
-            bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed
+            bits = 2 + 0.02 * at + 0.01 * (seed * at % 5)
+            speed = 1.0 + 0.04 * at + 0.02 * seed
             run = write_run(
                 tmp_path / "runs",
                 config("far_text heads=causal", seed=seed, **values),

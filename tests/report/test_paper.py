@@ -132,7 +132,8 @@ def other(key: str, value: Any, sources: dict[str, Any]) -> Any:
 def test_an_experiment_is_its_row_of_the_paper_but_not_with_another_stated_setting(
     experiment: str,
 ) -> None:
-    (number, label, differing), own = ROWS[experiment], values(experiment)
+    number, label, differing = ROWS[experiment]
+    own = values(experiment)
     table = table_of(own)
     row = table.row_of(own) if table else None
     assert (

@@ -270,7 +270,8 @@ def test_a_run_at_work_is_no_damaged_one(tmp_path: Path) -> None:
 def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, data = tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}}
+    runs = tmp_path / "runs"
+    data = {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}}
     for row in numbered(1).rows:
         values = {"full": FULL, "local": LOCAL}.get(row.kind) or {
             "routing__heads": row.routing_heads,
@@ -633,12 +634,12 @@ def simulated(
 def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(
     rows: int, seeds: int, paired: bool
 ) -> None:
-    rng, tables = np.random.default_rng(rows + seeds), TABLES[rows]
-    false, power, others = (
-        0,
-        0,
-        ("0", "2")[: rows - 1],
-    )  # what a table compares: all with local and with random heads
+    rng = np.random.default_rng(rows + seeds)
+    tables = TABLES[rows]
+    false = 0
+    power = 0
+    # What a table compares: all with local and with random heads.
+    others = ("0", "2")[: rows - 1]
     against = [(str(row), other) for other in others for row in range(1, rows) if str(row) != other]
     for _ in range(tables):
         found = compare(simulated(rng, rows, seeds, paired), against)
@@ -672,7 +673,8 @@ def test_intervals_are_those_of_students_t_and_equal_rows_tie() -> None:
 
 
 def test_the_best_of_many_is_reported_by_other_seeds_than_those_that_chose_it() -> None:
-    rng, reported = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    reported: list[float] = []
     for _ in range(400):
         _, values = chosen(simulated(rng, 24, 10, paired=False))
         assert not values  # they share no seed, so that nothing chose on equal terms

@@ -109,7 +109,8 @@ def test_losses_lie_between_a_tenth_of_the_time_and_what_all_seeds_reach() -> No
 
 
 def test_a_seed_that_ran_twice_counts_once_and_few_seeds_give_a_number_without_a_verdict() -> None:
-    fast, slow = Curve([1.0, 10.0], [4.0, 2.0]), Curve([2.0, 20.0], [4.0, 2.0])
+    fast = Curve([1.0, 10.0], [4.0, 2.0])
+    slow = Curve([2.0, 20.0], [4.0, 2.0])
     rival = Runs({(seed, clock): slow for seed in "0123" for clock in "ab"})
     own = Runs({(seed, clock): fast for seed in "0123" for clock in "ab"})
     finding = findings_of({("x", 3.0): times_to(3.0, own, rival)})["x", 3.0]
@@ -424,7 +425,9 @@ def duel(time: Comparison | None, score: float, gap: float = 0.0, why: str = "")
     )
 
 
-FASTER, EQUAL, SLOWER = Comparison(-0.8, 0.1), Comparison(0.17, 0.4), Comparison(0.8, 0.1)
+FASTER = Comparison(-0.8, 0.1)
+EQUAL = Comparison(0.17, 0.4)
+SLOWER = Comparison(0.8, 0.1)
 PARTLY = "reached by 4 of 5 seeds"
 
 

@@ -90,7 +90,8 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
             subprocess.run(command, env=environment, check=True, capture_output=True)
-        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 300
+        asked = ["sinfo", "--noheader", "--format=%T"]
+        end = time.monotonic() + 300
         while (
             subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip()
             != "idle"
@@ -146,7 +147,8 @@ class Room:
     """A folder with pictures, and a cluster."""
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
-        self.folder, self.root = folder, folder / "outputs" / "table"
+        self.folder = folder
+        self.root = folder / "outputs" / "table"
         own = {"RTX_DATA": str(folder / "data"), "RTX_OUTPUTS": str(folder / "outputs")}
         self.environment = {**os.environ, **own, **variables}
 
@@ -167,12 +169,12 @@ class Room:
         """Run a command, and disturb it when so many runs are past a checkpoint; returns its code
         and what it said.
         """
-        pipe, end = subprocess.PIPE, time.monotonic() + PATIENCE
+        end = time.monotonic() + PATIENCE
         with subprocess.Popen(
             command,
             cwd=self.folder,
             env=self.environment,
-            stdout=pipe,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         ) as process:

@@ -15,8 +15,10 @@ from rtx.settings.run_config import to_yaml
 from rtx.settings.schema import Config
 from rtx.sweeps.cells import Cell, lay_out, refuse_sweep, replaced_lines
 
-LOCAL, FULL = " model.base=local routing.heads=0", " model.base=full routing.heads=0"
-SPARSE, LSH = " model=sparse_transformer", " model=reformer trainer.batch_size=8"
+LOCAL = " model.base=local routing.heads=0"
+FULL = " model.base=full routing.heads=0"
+SPARSE = " model=sparse_transformer"
+LSH = " model=reformer trainer.batch_size=8"
 SPANS = " model=adaptive_span"
 T64 = (
     f"{FULL} model.layers=64 model.heads=2 model.hidden=512 model.ffn_hidden=2048 model.ffn=relu "

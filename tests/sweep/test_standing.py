@@ -120,7 +120,8 @@ def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(
 ) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
-    seen, sent = "", False
+    seen = ""
+    sent = False
     program = (
         "import sys; from rtx.cli import main as cli; cli.handle_signals([]); code = "
         "cli.main(sys.argv[1:]); "

@@ -38,10 +38,8 @@ def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_p
     assert second["time"].endswith("Z") and len(second["time"]) == len("2026-11-21T06:07:00.123Z")
 
 
-ONLINE, AUTO = (
-    LoggerConfig(wandb=True, mode="online", project="p", entity="e", group="g"),
-    LoggerConfig(wandb=True),
-)
+ONLINE = LoggerConfig(wandb=True, mode="online", project="p", entity="e", group="g")
+AUTO = LoggerConfig(wandb=True)
 ON = "W&B: https://wandb.example/run"
 
 
@@ -80,7 +78,8 @@ def begun(
     patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, *words: Any
 ) -> Any:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
-    fake, lines = fake_wandb(patch, *words), []
+    fake = fake_wandb(patch, *words)
+    lines: list[str] = []
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
@@ -121,7 +120,8 @@ def test_auto_is_online_with_a_key_and_offline_without(
 def test_what_comes_after_training_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str
 ) -> None:
-    said, page = [], bare / "page.json"
+    said: list[str] = []
+    page = bare / "page.json"
     monkeypatch.setattr("rtx.training.loggers.say_line", said.append)
     page.write_text("{}")
     add = partial(add_to_wandb, bare, "eval", {"eval/x": 1.0}, [page], 3)

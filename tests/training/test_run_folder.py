@@ -80,7 +80,8 @@ def test_run_folders_are_unique_and_obey_the_environment(
     monkeypatch.delenv("RTX_RUN", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RTX_OUTPUTS", "~/runs")
-    first, second = new_run_folder("mine"), new_run_folder("mine")
+    first = new_run_folder("mine")
+    second = new_run_folder("mine")
     assert first != second and first.parent == second.parent == tmp_path / "runs" / "mine"
     monkeypatch.setenv("RTX_RUN", "~/cell")
     assert new_run_folder("mine") == tmp_path / "cell" == new_run_folder("mine")

@@ -96,10 +96,8 @@ def test_a_run_stopped_before_a_validation_makes_it_when_it_goes_on_and_has_the_
     monkeypatch.setattr("rtx.data.windows.BATCH_UNITS", 32)
     steps = "trainer.steps=9"
     whole = workshop.train("whole", steps)
-    stop, fail = (
-        f"os.kill(os.getpid(), {int(signal.SIGUSR1)})",
-        MEETS.format(name="after_step", call=1, what="1 / 0"),
-    )
+    stop = f"os.kill(os.getpid(), {int(signal.SIGUSR1)})"
+    fail = MEETS.format(name="after_step", call=1, what="1 / 0")
     for name, call in (
         ("after_step", 8),
         ("score_batch", 7),
@@ -203,14 +201,13 @@ def test_adafactor_does_what_torchs_does_without_a_wait_for_the_device() -> None
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
 def test_adafactor_is_shazeer_and_stern_at_any_size_of_gradient(scale: float) -> None:
-    model, generator = (
-        nn.Linear(6, 4, bias=False, dtype=torch.float64),
-        torch.Generator().manual_seed(3),
-    )
+    model = nn.Linear(6, 4, bias=False, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
     x = 0.05 * torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     model.weight.data.copy_(x)
     optimizer = build_optimizer(model, OptimizerConfig(name="adafactor"))
-    row, column = torch.zeros(4, 1, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.float64)
+    row = torch.zeros(4, 1, dtype=torch.float64)
+    column = torch.zeros(1, 6, dtype=torch.float64)
     for t, rate in enumerate((0.0025, 0.005, 0.0075, 0.01), 1):
         gradient = scale * torch.randn(4, 6, generator=generator, dtype=torch.float64)
         model.weight.grad = gradient.clone()
