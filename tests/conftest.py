@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 import pytest
 
-from tests.helpers.forking import SMALL_RUNS, WORKER_KEY, Forker, forking_server
+from tests.helpers.forking import PREPARATION, WORKER_KEY, Forker, forking_server
 from tests.helpers.triton_interpreter import prepare_triton
 
 FORKER = pytest.StashKey[Forker]()
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hands_out_tests(config):
         stack = contextlib.ExitStack()
-        config.stash[FORKER] = stack.enter_context(forking_server(SMALL_RUNS))
+        config.stash[FORKER] = stack.enter_context(forking_server(PREPARATION))
         config.add_cleanup(stack.close)
         return
     prepare_triton()
@@ -59,7 +59,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def hands_out_tests(config: pytest.Config) -> bool:
-    """Return whether other processes run the tests of this one: pytest-xdist's workers."""
+    """Return whether workers of pytest-xdist run the tests of this process."""
     is_worker = hasattr(config, "workerinput")
     has_workers = config.getoption("dist", "no") != "no" and bool(config.getoption("tx", None))
     return has_workers and not is_worker and not config.option.collectonly
@@ -75,8 +75,6 @@ LONG_FILES = (
 """Files with few tests that take long; started last, they would leave the other workers idle."""
 RUN_FIXTURES = {"workshop", "run", "copy", "forker"}
 """Fixtures that start runs of rtx."""
-
-
 EXHAUSTIVE = Path(__file__).with_name("exhaustive.txt")
 """Patterns of tests that `make test` leaves out."""
 
@@ -114,7 +112,8 @@ def mark_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen_by_name = any("::" in word for word in config.args)
     files = {file_of(item.nodeid) for item in items}
     stale = [pattern for file in files for pattern in patterns[file] if pattern not in used]
-    if stale and not chosen_by_name:
+    chosen_by_failure = config.getoption("lf", False)
+    if stale and not chosen_by_name and not chosen_by_failure:
         raise pytest.UsageError(f"{EXHAUSTIVE.name} has a pattern without a test: {min(stale)}")
 
 
@@ -133,5 +132,6 @@ def file_of(node: str) -> str:
 
 
 def place_in_order(item: pytest.Item) -> int:
+    """Return the place of a test's file among those that start first."""
     name = item.path.name
     return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)

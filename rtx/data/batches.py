@@ -1,4 +1,4 @@
-"""Batches of token ids: for training from any step on, and of windows of a held-out split.
+"""Batches of token ids: for training, from any step on; for scoring, of windows of a split.
 
 Training batches come from a sampler (`rtx.data.sampler`), a pure function of seed, step and index.
 """
@@ -21,7 +21,10 @@ SCORED_ELSEWHERE = -1
 
 
 def training_sampler(config: Config, store: Store) -> Sampler:
-    """Return the sampler of the training sequences of a run, with trainer.overfit_batches."""
+    """Return the sampler of the training sequences of a run.
+
+    With trainer.overfit_batches it has the first batches alone.
+    """
     sampler: Sampler = store.training_sampler(config)
     if config.trainer.overfit_batches:
         return FirstBatches(sampler, config.trainer.overfit_batches)
@@ -38,8 +41,8 @@ def token_ids(sampler: Sampler, index: int) -> Tensor:
 class MicroBatches(Dataset[Tensor]):
     """A dataset whose item `first` has the `size` sequences from `first` on: ids `[size, N]`.
 
-    With documents each sequence has two rows, see `tokens_and_documents`. The type of the ids is
-    otherwise that of the store, so that they are copied to the device in few bytes.
+    The ids are of the type that the store has, which is copied to the device in few bytes. With
+    documents each sequence has two rows of int32, see `tokens_and_documents`.
     """
 
     def __init__(self, sampler: Sampler, size: int) -> None:
@@ -63,15 +66,18 @@ def training_batches(
 ) -> DataLoader[Tensor]:
     """Return a loader of one rank's micro-batches `[micro_batch, N]` of a range of steps.
 
-    The steps are first_step..stop_step-1. The j-th micro-batches of all ranks together have the
-    j-th block of `world * micro_batch` sequences, so that a step has the same sequences on any
-    number of devices.
-    `micro_batch` is by default a rank's share of a batch. `options` are those of `DataLoader`.
+    The j-th micro-batches of all ranks together have the j-th block of `world * micro_batch`
+    sequences, so that a step has the same sequences on any number of devices.
+
+    Args:
+        first_step, stop_step: the range; `stop_step` is the first step after it.
+        micro_batch: sequences of a micro-batch, by default a rank's share of a batch.
+        options: those of `DataLoader`.
     """
     batch_size = sampler.batch_size
     size = micro_batch or batch_size // world
     assert batch_size % (world * size) == 0, (
-        f"a batch of {batch_size} cannot be cut for {world} ranks into {size}"
+        f"a batch of {batch_size} cannot be cut for {world} ranks into micro-batches of {size}"
     )
     start = first_step * batch_size + rank * size
     firsts = range(start, stop_step * batch_size, world * size)
@@ -82,7 +88,7 @@ def training_batches(
 
 
 class WindowBatches:
-    """Batches of windows of a split, those of a batch of equal length. Each rank scores its share.
+    """Batches of windows of a split, for one rank. The windows of a batch have equal length.
 
     Yields three int64 tensors: ids `[B, N]` (with documents see `tokens_and_documents`); how many
     of the first tokens of each window are context, and not scored, `[B]`; and the index of each

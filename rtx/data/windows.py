@@ -54,7 +54,7 @@ def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> 
 
 
 def batches_by_length(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
-    """Return the numbers of the windows in batches of windows of equal length.
+    """Return the numbers of the windows in batches of neighbours of equal length.
 
     A batch has at most `batch_size` windows, or by default `BATCH_UNITS` units.
     """

@@ -1,4 +1,4 @@
-"""Units that repeat what occurred far back, which a model can know from far context alone.
+"""Far-repeated units: what precedes them also occurred far back, so that far context helps there.
 
 Shapes: B windows, N units of a window, S positions at which runs of units start.
 """
@@ -6,7 +6,10 @@ Shapes: B windows, N units of a window, S positions at which runs of units start
 import numpy as np
 
 RUN_LENGTH = 8
-"""A unit is repeated if the 8 units before it occurred together earlier."""
+"""How many units before a unit must also have occurred together earlier.
+
+A power of two: `numbered_runs` doubles the length of runs until it is this one.
+"""
 
 
 def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
@@ -19,7 +22,8 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     if tokens_BN.shape[1] <= RUN_LENGTH:
         return is_far_BN
     run_BS = numbered_runs(tokens_BN)
-    # Sorted by run, equal runs are neighbours, in the order of their positions.
+    # Sorted by run, equal runs are neighbours, in the order of their positions. They are of one
+    # window, so that differences of flat positions are distances.
     order = run_BS.ravel().argsort(kind="stable")
     is_same_run = np.diff(run_BS.ravel()[order]) == 0
     distance = np.diff(order)
@@ -33,7 +37,7 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
 def numbered_runs(tokens_BN: np.ndarray) -> np.ndarray:
     """Return a number for the run of `RUN_LENGTH` units from each position on, `[B, S]`.
 
-    Equal runs of a window have the same number. Runs of different windows have different ones.
+    Equal runs of a window have the same number. Different windows have different numbers.
     """
     window_B1 = np.arange(len(tokens_BN))[:, None]
     run_BS = tokens_BN + window_B1 * (tokens_BN.max() + 1)

@@ -99,15 +99,19 @@ def axes(x_title: str, y_title: str, panels: int = 1) -> tuple[Figure, list[Axes
 
 
 def plot_of(name: str, caption: str, figure: Figure) -> Plot:
-    """Return a figure as SVG in colours that the page sets, and as PNG on white."""
+    """Return a figure as SVG in colours that the page sets, and as PNG on white.
+
+    The figure keeps the layout of the SVG.
+    """
     from matplotlib import rc_context
 
     svg = io.StringIO()
     png = io.BytesIO()
+    # Without these, equal plots are equal files.
+    unset = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with rc_context(STYLE):
-        unset = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=unset)
-        # The PNG takes the layout of the SVG: finding it takes as long as drawing.
+        # Computing the layout again would take as long as drawing.
         figure.set_layout_engine("none")
         figure.savefig(png, format="png", dpi=150)
     return Plot(name, caption, with_page_colours(svg.getvalue(), caption), png.getvalue())

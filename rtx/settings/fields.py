@@ -217,7 +217,11 @@ def imported(entry: Any) -> Any:
 
 @functools.cache
 def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
-    """Return every field of a dataclass, and of the dataclasses in it, by its dotted key."""
+    """Return every field of a dataclass, and of the dataclasses in it, by its dotted key.
+
+    Args:
+        prefix: goes before each key.
+    """
     fields: dict[str, Field] = {}
     hints = typing.get_type_hints(cls)
     docs = docstrings(cls)
@@ -259,17 +263,23 @@ def docstrings(cls: type) -> dict[str, str]:
     The classes must be at the top level of their modules.
     """
     docs: dict[str, str] = {}
-    for owner in cls.__mro__[-2::-1]:
+    bases = [base for base in cls.__mro__ if base is not object]
+    # The class itself is the last one, and so replaces the docstrings of its bases.
+    for owner in reversed(bases):
         body = classes_in(sys.modules[owner.__module__])[owner.__name__].body
-        for pair in itertools.pairwise(body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                    value=ast.Constant(value=str(text))
-                ):
-                    docs[name] = " ".join(text.split())
-                case _:
-                    pass
+        for statement, following in itertools.pairwise(body):
+            text = text_of(following)
+            if isinstance(statement, ast.AnnAssign) and text is not None:
+                docs[ast.unparse(statement.target)] = " ".join(text.split())
     return docs
+
+
+def text_of(statement: ast.stmt) -> str | None:
+    """Return the text of a statement that is a text alone, else None."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return None
+    text = statement.value.value
+    return text if isinstance(text, str) else None
 
 
 @functools.cache

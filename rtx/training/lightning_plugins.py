@@ -1,4 +1,4 @@
-"""Plug-ins of Lightning's Trainer: how it writes checkpoints, and the precision of a step.
+"""Plug-ins of Lightning's Trainer: how it writes checkpoints, and the precision of forward passes.
 
 Importing Lightning takes seconds, so only the modules that train import this one.
 """
@@ -37,11 +37,11 @@ class ForwardPrecision(Precision):
     """The plug-in for hardware.precision. It sets no context around the training step.
 
     Lightning would enter the context for the whole step. Backward pass, clipping and optimizer must
-    not run in it, so each forward pass enters it by itself. Validation has it from Lightning.
+    not run in it, so `Passes` enters it for each forward pass. Validation has it from Lightning.
 
-    With bf16-true weights, gradients and the residual stream are in bfloat16. Lightning's plugin
-    for that makes bfloat16 the type of every new tensor as well: random heads would draw other
-    numbers.
+    With bf16-true, the weights, the gradients and the residual stream are in bfloat16. Lightning's
+    plugin for that makes bfloat16 the type of every new tensor as well: random heads would draw
+    other numbers.
 
     Args:
         name: fp32, tf32, bf16, bf16-true or fp64.
@@ -54,7 +54,7 @@ class ForwardPrecision(Precision):
         self.device = device
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Give the parameters of a module their type, in place."""
+        """Return a module whose weights and buffers have their type; it is changed in place."""
         if self.name in WEIGHT_TYPES:
             return module.to(WEIGHT_TYPES[self.name])
         return module
@@ -67,7 +67,7 @@ class ForwardPrecision(Precision):
             return default_dtype(torch.float64)
         return contextlib.nullcontext()
 
-    # Lightning enters the context, and needs no generator behind it.
+    # Lightning declares the context of a generator, but only enters it.
     def train_step_context(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
     ) -> contextlib.AbstractContextManager[object]:

@@ -11,7 +11,7 @@ WEIGHT_TYPES = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the default type of new floating-point tensors."""
+    """Return a context in which new floating-point tensors are of type `dtype` by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -112,7 +112,7 @@ class Ordeal:
                 time.sleep(0.001)
         process.send(signal.SIGKILL)
         code = process.wait()
-        assert code in (0, -signal.SIGKILL), process.said(f"ended with {code}")
+        assert code in (0, -signal.SIGKILL), process.kill_and_report(f"ended with {code}")
         if code == 0:
             return None
         return Kill(

@@ -21,7 +21,6 @@ def wait(*_, **__):
 
 os.dup2(os.open({errors!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 setattr(importlib.import_module({module!r}), {name!r}, wait)
-sys.argv = ["rtx", *arguments]
 cli.entry()
 """
 """Runs a command that waits where it would call a function; its errors go to a separate file."""

@@ -69,7 +69,9 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop, alone: Pa
         process = workshop.fork(
             run, *command, inside=DYING.format(owner=owner, name=name, call=call)
         )
-        assert process.wait() == -signal.SIGKILL, process.said(f"has not died in {place}")
+        assert process.wait() == -signal.SIGKILL, process.kill_and_report(
+            f"has not died in {place}"
+        )
         assert newest_step(run) >= saved and not damaged_bytes(run), place
         saved = newest_step(run)
     assert saved > 6

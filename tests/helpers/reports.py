@@ -16,19 +16,19 @@ def built(*folders: Path) -> Report:
 
 
 def without_plots(*folders: Path) -> Report:
-    """Return the same report without its plots, which take most of its time."""
+    """Return what `built` returns, without plots, which take most of its time."""
     with pytest.MonkeyPatch.context() as patch:
         draw_nothing(patch)
         return built(*folders)
 
 
 def with_captions(*folders: Path) -> Report:
-    """Return the same report with plots that have names and captions, but no picture."""
+    """Return what `built` returns, with plots that have names and captions, but no picture."""
 
     def unpainted(name: str, caption: str, figure: object) -> Plot:
         return Plot(name, caption, svg="", png=b"")
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plots", "time_plot"):
+        for module in ("plots", "pretrained_plots", "time_plot"):
             patch.setattr(f"rtx.report.{module}.plot_of", unpainted)
         return built(*folders)

@@ -28,7 +28,7 @@ from rtx.runs.status import read_status
 from rtx.settings.compose import chosen, composed
 from rtx.settings.overrides import check_overrides
 from rtx.training.checkpoint import read_checkpoint
-from tests.helpers.forking import SMALL_RUNS, WORKER_KEY, Forker, forking_server
+from tests.helpers.forking import PREPARATION, WORKER_KEY, Forker, forking_server
 from tests.helpers.triton_interpreter import prepare_triton
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +79,9 @@ def import_runs() -> None:
 
 
 def import_and_compose() -> None:
-    """As `import_runs`, with all that small runs share.
+    """Import what `import_runs` does and two packages that small runs load later; compose `SIZES`.
 
-    These are two packages that they import, and the configuration of the options in `SIZES`.
+    `composed` keeps the result for the runs.
     """
     import_runs()
     for name in ("datasets", "wandb.apis.public"):
@@ -92,13 +92,12 @@ def import_and_compose() -> None:
 class Process:
     """A run in a process of its own."""
 
-    def __init__(self, number: int, run: Path, log: Path, ended: Callable[[], int]) -> None:
+    def __init__(self, number: int, run: Path, log: Path, exit_code: Callable[[], int]) -> None:
         self.number = number
         self.run = run
         self.log = log
-        self.ended = (
-            ended  # waits for the end, and returns the exit code, negative where a signal killed it
-        )
+        self.exit_code = exit_code
+        """Waits for the end, and returns the exit code; negative for a signal."""
 
     def send(self, signal_number: int) -> None:
         """Send a signal, if the process is still there."""
@@ -110,24 +109,30 @@ class Process:
         """Whether it still runs; nobody must have waited for its end yet."""
         return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
-    def wait(self, send: int = 0) -> int:
-        """Wait for the end, sending a signal repeatedly if `send` is one; return the exit code.
+    def wait(self, send: int | None = None) -> int:
+        """Wait for the end, and return the exit code; negative for a signal.
 
-        It is negative for a process that a signal killed.
+        Args:
+            send: a signal that is sent again and again until then.
         """
-        for _ in patiently(lambda: self.said("does not end"), pause=0.05 if send else 0.002):
+        pause = 0.05 if send else 0.002
+        for _ in patiently(lambda: self.kill_and_report("does not end"), pause):
             if not self.alive:
                 break
-            self.send(send)
-        return self.ended()
+            if send is not None:
+                self.send(send)
+        return self.exit_code()
 
     def until(self, ready: Callable[[Path], bool]) -> None:
         """Wait until `ready` holds in the run folder; fail where the process ends before that."""
-        assert self.shows(ready), self.said("ended without what was waited for")
+        assert self.shows(ready), self.kill_and_report("ended without what was waited for")
 
     def shows(self, ready: Callable[[Path], bool], pause: float = 0.0005) -> bool:
         """Wait until `ready` holds in the run folder; False where the process ends before that."""
-        for _ in patiently(lambda: self.said("has not shown what was waited for"), pause):
+        for _ in patiently(
+            lambda: self.kill_and_report("has not shown what was waited for"), pause
+        ):
+            # Looked at first: a process may show it and end.
             alive = self.alive
             if ready(self.run):
                 return True
@@ -141,7 +146,7 @@ class Process:
         self.send(signal_number)
         return self.wait()
 
-    def said(self, what: str) -> str:
+    def kill_and_report(self, what: str) -> str:
         """Kill this process, which failed a test, and return `what` with all its output."""
         self.send(signal.SIGKILL)
         output = self.log.read_text() if self.log.exists() else "it printed nothing"
@@ -164,7 +169,7 @@ def forker(request: pytest.FixtureRequest) -> Iterator[Forker]:
     if address:
         yield Forker(address)
         return
-    with forking_server(SMALL_RUNS) as forker:
+    with forking_server(PREPARATION) as forker:
         yield forker
 
 
@@ -180,7 +185,11 @@ class Workshop:
         self.text = f"data.path={folder / 'book.txt'}"
 
     def environment(self, run: Path | str) -> dict[str, str]:
-        """Return the variables of a command: a run `resume`d needs no RTX_RUN."""
+        """Return the variables of a command.
+
+        Args:
+            run: the folder of the run, or "" where the command is to choose it.
+        """
         return {
             "RTX_DATA": str(self.data),
             "RTX_OUTPUTS": str(self.folder / "out"),
@@ -188,11 +197,11 @@ class Workshop:
         }
 
     def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
-        """Run a command in this process, check its exit code, and return stdout and then stderr."""
+        """As `answer`, with the text of stderr after that of stdout."""
         return "".join(self.answer(*arguments, code=code, run=run))
 
     def answer(self, *arguments: str, code: int = 0, run: Path | str = "") -> tuple[str, str]:
-        """Do the same, and return stdout and stderr."""
+        """As `called`, with a check of the exit code; return stdout and stderr."""
         returned, out, err = self.called(*arguments, run=run)
         assert returned == code, err
         assert "Traceback" not in err
@@ -224,12 +233,13 @@ class Workshop:
         return {**result["protocol"], **result, **more}, said
 
     def train(self, name: str, *overrides: str) -> Path:
-        """Train in this process; returns the run folder."""
+        """Train in this process, and return the run folder."""
         run = self.folder / name
         self.command("train", self.text, *SIZES, *overrides, run=run)
         return run
 
     def start(self, name: str, *overrides: str, inside: str = "") -> Process:
+        """Train in a forked process; see `fork`."""
         return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
 
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
@@ -238,12 +248,16 @@ class Workshop:
         forker = self.forker
         log = self.folder / f"{run.name}.log"
         number = forker.fork(arguments, log, inside, self.environment(run) | variables)
-        return Process(number, run, log, lambda: forker.wait(number))
+        return Process(number, run, log, lambda: forker.exit_code_of(number))
 
     def begin(
         self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str
     ) -> Process:
-        """Run the command as a user does, which takes seconds of imports; by a `starter` if set."""
+        """Run the command as a user does, which takes seconds of imports.
+
+        Args:
+            starter: arguments of Python before `-m rtx`, such as those of torchrun.
+        """
         log = self.folder / f"{run.name}.log"
         environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT), **variables}
         command = [sys.executable, *starter, "-m", "rtx", *arguments]
@@ -254,6 +268,7 @@ class Workshop:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
+                # Signals of a test to the whole process group must not reach pytest.
                 start_new_session=True,
             )
         return Process(process.pid, run, log, process.wait)

@@ -1,13 +1,13 @@
 """Triton's interpreter, which runs GPU kernels on a CPU."""
 
-import contextlib
+import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
 
 
 def prepare_triton() -> None:
-    """Run Triton's kernels in its interpreter, if there is no GPU.
+    """Run Triton kernels in Triton's interpreter, if there is no GPU.
 
     This must happen before Triton is imported.
     """
@@ -15,22 +15,25 @@ def prepare_triton() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # Triton exists for Linux alone.
-        with contextlib.suppress(ImportError):
-            quicken_interpreter()
+    # Triton exists for Linux alone.
+    has_triton = importlib.util.find_spec("triton") is not None
+    if has_triton and os.environ.get("TRITON_INTERPRET") == "1":
+        quicken_interpreter()
+        share_facts_of_types()
 
 
 def quicken_interpreter() -> None:
-    """Skip most of the work of Triton's interpreter that changes no number.
+    """Leave out work of Triton's interpreter that changes no number.
 
-    For every launch of a kernel and for every function that a kernel calls, it replaces functions
-    in all of Triton's language: once is enough. It computes sums of integers a second time to find
-    overflows, and reports none, because its option `debug` is off.
+    The interpreter replaces functions in all of Triton's language at every launch of a kernel and
+    at every call in it. Here they are replaced once, for good. It computes integer results twice to
+    find overflows, which it reports with its option `debug` alone. It builds a table of types at
+    each look-up. Here the answers are kept.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
+    # Stands for a kernel that sees both modules.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     assert not interpreter.interpreter_builder.options.debug
@@ -46,7 +49,6 @@ def quicken_interpreter() -> None:
         return types[kind.name]
 
     interpreter._get_np_dtype = cached_type
-    share_facts_of_types()
 
 
 def share_facts_of_types() -> None:

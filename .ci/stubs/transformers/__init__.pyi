@@ -1,4 +1,4 @@
-"""transformers without types, for pyright: "stubPath" in pyproject.toml says why."""
+"""The names of transformers as Any, for pyright; "stubPath" in pyproject.toml says why."""
 
 from typing import Any
 
