@@ -39,7 +39,7 @@ from benchmarks.ending import end_with_children
 from benchmarks.machine import code, machine
 from tests.campaigns.fuzz_targets import JSON, YAML, mutated_json
 from tests.helpers.forking import forking_server
-from tests.helpers.small_runs import SIZES, Workshop, import_runs
+from tests.helpers.small_runs import SMALL_RUN, Workshop, import_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE_BYTES = 50 * 10**9
@@ -83,7 +83,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         Command(("resume", "RUN", "trainer.steps=13"), 2),
         Command(("resume", "RUN", "trainer.steps=13", "logger.csv=true"), 1),
         Command(("resume", "RUN", "trainer.steps=13", "logger.tensorboard=true"), 1),
-        Command(("train", "TEXT", *SIZES, "trainer.steps=13"), 2, run="RUN"),
+        Command(("train", "TEXT", *SMALL_RUN, "trainer.steps=13"), 2, run="RUN"),
     ),
     "data": (
         Command(("data", "list"), 3),
@@ -91,7 +91,7 @@ COMMANDS: Mapping[str, Sequence[Command]] = {
         Command(("data", "prepare", "data=text", "TEXT"), 3),
         Command(("data", "remove", "data=text", "TEXT"), 2),
         Command(("eval", "RUN", "limit=1"), 1),
-        Command(("train", "TEXT", *SIZES, "trainer.steps=2"), 1, run="new"),
+        Command(("train", "TEXT", *SMALL_RUN, "trainer.steps=2"), 1, run="new"),
     ),
     "export": (
         Command(("eval", "export", "limit=1"), 2),
@@ -153,7 +153,7 @@ class Case:
 
     def line(self) -> str:
         """Return the case in words."""
-        words = " ".join(word for word in self.command.words if word not in SIZES)
+        words = " ".join(word for word in self.command.words if word not in SMALL_RUN)
         return f"{self.attack} in place of {self.path}: rtx {words}"
 
 
@@ -321,7 +321,7 @@ def make_world(workshop: Workshop, folder: Path, added: Sequence[tuple[str, ...]
     copied = world.copied
     copied.mkdir(parents=True)
     shutil.copy(workshop.folder / "book.txt", copied / "book.txt")
-    trained = ("train", "TEXT", *SIZES)
+    trained = ("train", "TEXT", *SMALL_RUN)
     for words in (trained, *added):
         variables = {**variables_of(copied), "RTX_RUN": ""}
         if words is trained:

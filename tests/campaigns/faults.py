@@ -42,7 +42,7 @@ from benchmarks.machine import code, machine
 from rtx.runs.status import read_status
 from tests.helpers.disturbances import damaged_bytes, newest_step
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Process,
     Workshop,
     difference,
@@ -51,7 +51,7 @@ from tests.helpers.small_runs import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = dict(word.split("=") for word in SIZES)
+OPTIONS = dict(word.split("=") for word in SMALL_RUN)
 SAVE_EVERY = int(OPTIONS["trainer.checkpoint_every"])
 VAL_EVERY = int(OPTIONS["trainer.val_every"])
 DEFAULT_KILLS = 100
@@ -86,15 +86,15 @@ class Ordeal:
     def __init__(self, workshop: Workshop, name: str, *overrides: str) -> None:
         self.workshop = workshop
         self.run = workshop.folder / name
-        self.words = (workshop.text, *SIZES, *overrides)
+        self.words = (workshop.text, *SMALL_RUN, *overrides)
         self.rows_before = 0
 
     def proceed(self) -> Process:
         """Start as a user would: train again where the kill left no run, else resume."""
         self.rows_before = self.rows_written
         if self.has_begun:
-            return self.workshop.begin(self.run, "resume", str(self.run))
-        return self.workshop.begin(self.run, "train", *self.words)
+            return self.workshop.spawn(self.run, "resume", str(self.run))
+        return self.workshop.spawn(self.run, "train", *self.words)
 
     def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
         """Start a process and kill it at a moment of MOMENTS, or a little later.

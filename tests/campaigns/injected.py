@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.ending import end_with_children
 from tests.helpers.forking import forking_server
-from tests.helpers.small_runs import SIZES, Process, Workshop, difference
+from tests.helpers.small_runs import SMALL_RUN, Process, Workshop, difference
 
 FILES = {
     "openat": ("EMFILE", "ENFILE", "EIO", "EACCES"),
@@ -114,7 +114,7 @@ class Campaign:
         variables = {"RTX_OUTPUTS": str(folder), "RTX_RUN": ""}
         if command == "train":
             variables["RTX_RUN"] = str(copy)
-            words += [self.workshop.text, *SIZES]
+            words += [self.workshop.text, *SMALL_RUN]
         else:
             shutil.copytree(self.run, copy)
         if command.startswith("data prepare"):
@@ -180,7 +180,7 @@ class Campaign:
         words = ("resume", str(run), steps)
         variables = {"RTX_RUN": ""}
         if not (run / "config.yaml").exists():
-            words = ("train", self.workshop.text, *SIZES)
+            words = ("train", self.workshop.text, *SMALL_RUN)
             variables["RTX_RUN"] = str(run)
         process = self.workshop.fork(run, *words, **variables)
         if process.wait():

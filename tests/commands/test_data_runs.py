@@ -18,9 +18,9 @@ from rtx.data.sets import WORDS
 from rtx.settings.data_sets import IMAGE_SETS, MADE
 from rtx.settings.presets import options
 from tests.helpers.made_sets import SETS, encoded, random_images
-from tests.helpers.small_runs import SIZES, Workshop, draw_nothing, final
+from tests.helpers.small_runs import SMALL_RUN, Workshop, draw_nothing, final
 
-SMALL = [size for size in SIZES if not size.startswith("data")]
+SMALL = [size for size in SMALL_RUN if not size.startswith("data")]
 Train = Callable[[str], Path]
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_runs import SIZES, Workshop, draw_nothing
+from tests.helpers.small_runs import SMALL_RUN, Workshop, draw_nothing
 
 LEFT_OUT = ("data", "routing=", "model=", "model.window", "routing.heads", "routing.layers")
 MASKED = (
-    *(size for size in SIZES if not size.startswith(LEFT_OUT)),
+    *(size for size in SMALL_RUN if not size.startswith(LEFT_OUT)),
     *("data=masked", "model=encoder", "model.heads=2", "model.window=8"),
     *("data.length=64", "data.pairs=4", "data.keys=9", "data.values=4", "data.sequences=9"),
     *("data.distance=8", "routing.heads=1", "routing.layers=1"),

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from rtx.settings.names import KINDS_OF_HEADS
-from tests.helpers.small_runs import SIZES, Workshop
+from tests.helpers.small_runs import SMALL_RUN, Workshop
 
 PAGES = "".join(
     (Path(__file__).resolve().parents[2] / "docs" / page).read_text()
     for page in ("attention.md", "extending.md")
 )
-MODEL = [word for word in SIZES if not word.startswith("data=")]
+MODEL = [word for word in SMALL_RUN if not word.startswith("data=")]
 KEPT = "extensions=kept_dilated.py:kept_primes.py"
 """The code of the run, which has moved since."""
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]

@@ -14,7 +14,15 @@ import pytest
 
 import rtx
 from rtx.errors import RunFailed, UserError
-from tests.helpers.small_runs import SIZES, Process, Workshop, after, children, patiently, status_of
+from tests.helpers.small_runs import (
+    SMALL_RUN,
+    Process,
+    Workshop,
+    after,
+    children,
+    patiently,
+    status_of,
+)
 
 OWN = """
 import json, os, signal, sys
@@ -46,7 +54,7 @@ def begin(workshop: Workshop, name: str, *words: str) -> Process:
     script = workshop.folder / "own.py"
     log = workshop.folder / f"{name}.log"
     script.write_text(OWN)
-    every = json.dumps([workshop.text, *SIZES, *words])
+    every = json.dumps([workshop.text, *SMALL_RUN, *words])
     environment = {**os.environ, **workshop.environment(workshop.folder / name), "WORDS": every}
     command = [sys.executable, script, "--tag", "mine", "--steps", "3"]
     with open(log, "wb") as stream:
@@ -75,7 +83,7 @@ def test_two_processes_train_by_the_words_of_the_call(workshop: Workshop) -> Non
     assert f"trained {process.run}\n" in said and ", 12 steps of 4 x 32, 2 x cpu\n" in said
     status = status_of(process.run)
     assert (status.state, status.step) == ("done", 12)
-    assert command_of(process.run) == f"rtx train {workshop.text} {' '.join([*SIZES, *TWO])}"
+    assert command_of(process.run) == f"rtx train {workshop.text} {' '.join([*SMALL_RUN, *TWO])}"
     workshop.command("export", str(process.run))
     page = (process.run / "export" / "README.md").read_text()
     assert "hardware=ddp" in page and "--tag" not in page
@@ -137,20 +145,20 @@ def test_one_process_is_the_callers_own_and_records_the_call(
     workshop: Workshop, named: Path
 ) -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    run = rtx.train(workshop.text, *SIZES, "trainer.steps=3")
+    run = rtx.train(workshop.text, *SMALL_RUN, "trainer.steps=3")
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     assert run.folder == named and run.config.trainer.steps == 3
     status = status_of(named)
     assert (status.state, status.pid) == ("done", os.getpid())
-    assert command_of(named) == f"rtx train {workshop.text} {' '.join(SIZES)} trainer.steps=3"
-    assert rtx.train(workshop.text, *SIZES, "trainer.steps=3").folder == named, "it is done"
+    assert command_of(named) == f"rtx train {workshop.text} {' '.join(SMALL_RUN)} trainer.steps=3"
+    assert rtx.train(workshop.text, *SMALL_RUN, "trainer.steps=3").folder == named, "it is done"
 
 
 def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stopped = pytest.raises(RunFailed, match="stopped before its end; continue with: rtx resume ")
     with meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM)), stopped:
-        rtx.train(workshop.text, *SIZES, *LONG)
+        rtx.train(workshop.text, *SMALL_RUN, *LONG)
     assert signal.getsignal(signal.SIGTERM) is before
     assert status_of(named).state == "preempted"
     assert (named / "checkpoints" / "last.ckpt").exists()
@@ -168,7 +176,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(
 
     monkeypatch.setattr(SLOW, endless)
     with pytest.raises(RunFailed, match="stopped before its end"):
-        rtx.train(workshop.text, *SIZES)
+        rtx.train(workshop.text, *SMALL_RUN)
     status = status_of(named)
     assert (status.state, status.reason) == ("interrupted", "stopped at once by SIGINT")
 
@@ -183,7 +191,7 @@ def test_the_first_process_that_is_lost_is_an_exception(workshop: Workshop, name
         meanwhile(named, kill),
         pytest.raises(RunFailed, match="the first process of the run was killed by SIGKILL"),
     ):
-        rtx.train(workshop.text, *SIZES, *TWO, *LONG)
+        rtx.train(workshop.text, *SMALL_RUN, *TWO, *LONG)
     assert (named / "metrics.jsonl").exists()
 
 
@@ -196,6 +204,6 @@ def test_a_mistake_of_the_words_is_an_exception(
         (("hardware=ddp", "hardware.devices=3"), "trainer.batch_size=4"),
     ):
         with pytest.raises(UserError, match=said):
-            rtx.train(workshop.text, *SIZES, *words)
+            rtx.train(workshop.text, *SMALL_RUN, *words)
     assert not named.exists()
     assert "rtx: " not in capsys.readouterr().err, "the exception has the message"

@@ -12,7 +12,7 @@ import pytest
 
 from rtx.runs.status import run_state
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Workshop,
     after,
     difference,
@@ -101,7 +101,7 @@ def test_every_command_takes_it(
     audited = workshop.command("audit", str(run), "windows=2", "positions=2", "prefixes=2")
     assert "sees no future" in audited and ("sees the future" not in audited or kind == "topk")
     workshop.command("analyze", "patterns", str(run))
-    planned = " ".join(workshop.command("plan", workshop.text, *SIZES, *KINDS[kind]).split())
+    planned = " ".join(workshop.command("plan", workshop.text, *SMALL_RUN, *KINDS[kind]).split())
     assert said in planned and (not said or re.search(r", memory \d+ KiB", planned))
     if said:
         assert "rtx eval memory=0" in workshop.command("analyze", "context", str(run), code=2)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rtx.runs.records import EvaluationRecord
-from tests.helpers.small_runs import SIZES, Workshop, after, difference, draw_nothing, final
+from tests.helpers.small_runs import SMALL_RUN, Workshop, after, difference, draw_nothing, final
 
 NEEDLES = (
-    *(size for size in SIZES if not size.startswith(("data", "routing"))),
+    *(size for size in SMALL_RUN if not size.startswith(("data", "routing"))),
     "routing=exact",
     "routing.heads=1",
     "routing.layers=1",

@@ -23,7 +23,7 @@ from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import resolve_hardware
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Process,
     Workshop,
     after,
@@ -62,7 +62,7 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
         "--nproc-per-node=2",
         f"--master-port={find_free_network_port()}",
     )
-    return [workshop.begin(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
+    return [workshop.spawn(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
 
 
 def slurm() -> list[dict[str, str]]:
@@ -96,7 +96,7 @@ def train(
     workshop: Workshop, hardware: str, launcher: str, run: Path, *words: str
 ) -> list[Process]:
     overrides = (f"hardware={hardware}", *TWO, *STEADY, *words)
-    return start(workshop, launcher, run, "train", workshop.text, *SIZES, *overrides)
+    return start(workshop, launcher, run, "train", workshop.text, *SMALL_RUN, *overrides)
 
 
 ODD = (
@@ -294,7 +294,7 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
     )
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
     ddp = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
-    begun = ("train", *SIZES, *ddp)
+    begun = ("train", *SMALL_RUN, *ddp)
     resumed = (*ddp, "trainer.steps=9")
     for run, first, second, state in (
         (

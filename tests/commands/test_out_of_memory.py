@@ -10,10 +10,10 @@ import torch
 
 from rtx.model.transformer import Transformer
 from rtx.settings.run_config import load_run_config
-from tests.helpers.small_runs import SIZES, Workshop, counted_rows, difference, status_of
+from tests.helpers.small_runs import SMALL_RUN, Workshop, counted_rows, difference, status_of
 
 AUTO = (
-    *(word for word in SIZES if "micro_batch" not in word),
+    *(word for word in SMALL_RUN if "micro_batch" not in word),
     *(
         "trainer.checkpoint_every=100",
         "trainer.val_every=100",

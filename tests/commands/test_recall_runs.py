@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Workshop,
     after,
     counted_rows,
@@ -20,7 +20,7 @@ from tests.helpers.small_runs import (
 )
 
 RECALL = (
-    *(size for size in SIZES if not size.startswith("data")),
+    *(size for size in SMALL_RUN if not size.startswith("data")),
     *(
         "data=recall",
         "data.length=32",

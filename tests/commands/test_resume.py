@@ -17,7 +17,7 @@ from rtx.runs.checksum import is_whole
 from rtx.runs.status import read_status
 from rtx.settings.run_config import load_run_config
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Workshop,
     after,
     checkpoint_difference,
@@ -331,7 +331,7 @@ def test_train_goes_on_in_the_folder_that_it_is_given(
 ) -> None:
     process = workshop.start("idempotent")
     process.kill_when(after(6))
-    words = ("train", workshop.text, *SIZES)
+    words = ("train", workshop.text, *SMALL_RUN)
     assert "(killed) from step " in workshop.command(*words, run=process.run)
     assert difference(process.run, undisturbed) == ""
     assert "is done: 12 steps" in workshop.command(*words, run=process.run)

@@ -15,7 +15,7 @@ from rtx.analysis.cost import cost
 from rtx.runs.records import TIMED_STEPS
 from rtx.settings.schema import to_config
 from rtx.training import module
-from tests.helpers.small_runs import ROOT, SIZES, Workshop
+from tests.helpers.small_runs import ROOT, SMALL_RUN, Workshop
 
 KINDS = "routing.heads=0,1"
 """A row of local heads alone, and one with a routing head."""
@@ -41,7 +41,7 @@ def ask(
 
     def run(*words: str, code: int = 0) -> str:
         text = [] if "data=recall" in words else [workshop.text]
-        given = (*text, *SIZES, "turns=3", "per_turn=1", "warmup=1", *words)
+        given = (*text, *SMALL_RUN, "turns=3", "per_turn=1", "warmup=1", *words)
         monkeypatch.setattr(sys, "argv", ["benchmarks/steps.py", *given])
         assert steps.entry() == code
         return "".join(capsys.readouterr())

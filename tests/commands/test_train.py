@@ -19,7 +19,7 @@ from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
 from tests.helpers.small_runs import (
     SAMPLE_LENGTH,
-    SIZES,
+    SMALL_RUN,
     Workshop,
     final,
     read_metrics,
@@ -83,7 +83,7 @@ def check_rows(run: Path) -> None:
 
 def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     run = tmp_path / "cell"
-    printed = workshop.command("train", workshop.text, *SIZES, "trainer.val_stride=5", run=run)
+    printed = workshop.command("train", workshop.text, *SMALL_RUN, "trainer.val_stride=5", run=run)
     check_files(run, printed)
     config = load_run_config(run)
     assert config.routing.clusters == 4  # ceil(32 / 8), frozen
@@ -169,7 +169,7 @@ def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
     monkeypatch.setattr(torch, "compile", broken)
     monkeypatch.setattr("rtx.training.hardware.compiles", lambda config, gpu: True)
     run = workshop.folder / f"broken-{fails}"
-    said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=2", run=run)
+    said = workshop.command("train", workshop.text, *SMALL_RUN, "trainer.steps=2", run=run)
     reason = {"forward": "no kernel image", "backward": "CUDA out of memory"}[fails]
     (line,) = [
         line for line in said.splitlines() if line.startswith("hardware.compile=auto: not compiled")
@@ -197,7 +197,7 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
         "optimizer.schedule=constant",
         "trainer.clip=0",
     )
-    said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
+    said = workshop.command("train", workshop.text, *SMALL_RUN, *wild, run=run, code=1)
     told = (
         r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been "
         r"written yet"
@@ -259,7 +259,7 @@ def test_mistakes_are_told_in_a_line_and_leave_no_folder(
         ),
     ):
         said = workshop.command(
-            "train", workshop.text, *SIZES, *words.split(), run=tmp_path / "cell", code=2
+            "train", workshop.text, *SMALL_RUN, *words.split(), run=tmp_path / "cell", code=2
         )
         assert line in said and not (tmp_path / "cell").exists()
 
@@ -269,7 +269,7 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
         workshop.folder / "out/closing/few"
     )  # of the 10 windows in the validation split a validation takes 5
     few = ("data.length=16", "trainer.final_windows=2", "trainer.steps=4")
-    printed = workshop.command("train", workshop.text, *SIZES, *few, run=run)
+    printed = workshop.command("train", workshop.text, *SMALL_RUN, *few, run=run)
     said = " ".join(printed.split())
     assert (
         "on a sample of 2 windows of the validation split" in said
@@ -303,7 +303,7 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
         monkeypatch.setattr(trainer, "CLOSING_SECONDS", seconds)
         run = workshop.folder / f"auto{windows}"
         words = ("data.length=16", "model.recompute=false", "trainer.steps=1")
-        said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
+        said = workshop.command("train", workshop.text, *SMALL_RUN, *words, run=run)
         assert final(run)["protocol"].get("windows") == windows and (
             final(run)["units"] == 150
         ) == (windows is None)
@@ -327,7 +327,7 @@ def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
     run = tmp_path / "run"
     asked = f"trainer.profile={max(1, recorded)}"
     said = workshop.command(
-        "train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run
+        "train", workshop.text, *SMALL_RUN, f"trainer.steps={steps}", asked, run=run
     )
     trace = run / "trace.json.gz"
     assert trace.exists() == (recorded > 0)
@@ -355,7 +355,7 @@ def test_rows_status_and_lines_tell_the_share_of_the_peak(
         "rtx.commands.train.run_meter", lambda *given: Meter(operations_per_unit=2e6, peak=1e12)
     )
     run = tmp_path / "run"
-    said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=2", run=run)
+    said = workshop.command("train", workshop.text, *SMALL_RUN, "trainer.steps=2", run=run)
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
     assert all(
         row["train/mfu"] == pytest.approx(2e-6 * row["train/tokens_per_second"]) for row in rows

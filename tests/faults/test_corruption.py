@@ -14,7 +14,7 @@ from rtx.runs.status import read_status, run_state
 from rtx.settings.run_config import load_run_config
 from rtx.training.checkpoint import newest_checkpoint, read_checkpoint
 from tests.helpers.disturbances import damage
-from tests.helpers.small_runs import SIZES, Workshop, checkpoint_difference
+from tests.helpers.small_runs import SMALL_RUN, Workshop, checkpoint_difference
 
 
 def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_flipped_bit_of_the_data_stops_every_command(
     before = (copy / "status.json").read_text()
     damage(path, flip=777)
     for words in (
-        ["train", workshop.text, *SIZES],
+        ["train", workshop.text, *SMALL_RUN],
         ["resume", str(copy), "trainer.steps=13"],
         ["eval", str(copy)],
     ):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rtx.training.checkpoint import save_checkpoint
 from tests.helpers.disturbances import asked
-from tests.helpers.small_runs import SIZES, Workshop
+from tests.helpers.small_runs import SMALL_RUN, Workshop
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may change
 
@@ -194,7 +194,7 @@ def test_a_pattern_that_keeps_what_no_checkpoint_holds_is_refused_before_a_step(
 ) -> None:
     (tmp_path / "kept.py").write_text(PATTERN.format(kept=kept))
     own = (f"extensions={tmp_path / 'kept.py'}", "model.base=kept")
-    process = workshop.fork(tmp_path / "kept", "train", workshop.text, *SIZES, *own)
+    process = workshop.fork(tmp_path / "kept", "train", workshop.text, *SMALL_RUN, *own)
     assert process.wait() == 2, process.log.read_text()
     assert "kept.pattern.kept is a tensor " in process.log.read_text()
     assert "which no checkpoint holds: keep it contiguous and real" in process.log.read_text()

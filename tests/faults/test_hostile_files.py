@@ -35,7 +35,7 @@ from rtx.sweeps.launcher import start
 from rtx.tables import Column, Table
 from rtx.training.checkpoint import FORMAT, read_checkpoint, save_checkpoint
 from tests.helpers.disturbances import asked, deadline
-from tests.helpers.small_runs import SIZES, Workshop, after, draw_nothing
+from tests.helpers.small_runs import SMALL_RUN, Workshop, after, draw_nothing
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
@@ -245,7 +245,7 @@ def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
     config = tmp_path / "config.yaml"
     for content in ("", "services: [a, b]\n", "name: mine\nversion: 3\n"):
         config.write_text(content)
-        code, said = asked(workshop, "train", workshop.text, *SIZES, run=tmp_path)
+        code, said = asked(workshop, "train", workshop.text, *SMALL_RUN, run=tmp_path)
         assert code == 2 and f"{config}: " in said and config.read_text() == content
     assert {path.name for path in tmp_path.iterdir()} == {"report.md", "config.yaml"}
     assert (tmp_path / "report.md").read_text() == "mine"
@@ -440,7 +440,9 @@ def test_no_link_in_the_folder_of_a_sweep_is_followed(workshop: Workshop, tmp_pa
         start(["nonsense"], tmp_path, {})
     (workshop.folder / "out" / "linked").mkdir(parents=True)
     (workshop.folder / "out" / "linked" / "sweeps.jsonl").symlink_to(foreign)
-    code, said = asked(workshop, "train", "-m", workshop.text, *SIZES, "seed=1,2", "name=linked")
+    code, said = asked(
+        workshop, "train", "-m", workshop.text, *SMALL_RUN, "seed=1,2", "name=linked"
+    )
     assert code == 2 and "sweeps.jsonl: is a link, and rtx follows none below" in said
     assert foreign.read_text() == "mine"
 

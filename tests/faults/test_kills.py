@@ -15,7 +15,7 @@ import pytest
 from rtx.runs.status import run_state
 from tests.helpers.disturbances import damaged_bytes, newest_step
 from tests.helpers.small_runs import (
-    SIZES,
+    SMALL_RUN,
     Process,
     Workshop,
     after,
@@ -64,7 +64,7 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop, alone: Pa
         command = (
             ("resume", str(run))
             if (run / "config.yaml").exists()
-            else ("train", workshop.text, *SIZES, STEPS)
+            else ("train", workshop.text, *SMALL_RUN, STEPS)
         )
         process = workshop.fork(
             run, *command, inside=DYING.format(owner=owner, name=name, call=call)
@@ -101,9 +101,9 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     draw = random.Random(5)
     root = workshop.folder / "out" / "killed"
     alone = [workshop.train(f"alone{seed}", *words, f"seed={seed}") for seed in (1, 2)]
-    command = ("train", "-m", workshop.text, *SIZES, *words, "seed=1,2")
+    command = ("train", "-m", workshop.text, *SMALL_RUN, *words, "seed=1,2")
     for target in (0, draw.randint(2, 30), draw.randint(42, 70)):
-        sweep = workshop.begin(root, *command, RTX_RUN="")
+        sweep = workshop.spawn(root, *command, RTX_RUN="")
         assert sweep.shows(
             lambda _, target=target: sum(map(steps_logged, root.glob("*/"))) >= target, pause=0.02
         )
@@ -112,7 +112,7 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
             time.sleep(draw.uniform(0.5, 3.0))
         kill_sweep(sweep)
         wait_until_none_runs(root)
-    sweep = workshop.begin(root, *command, RTX_RUN="")
+    sweep = workshop.spawn(root, *command, RTX_RUN="")
     assert sweep.wait() == 0, sweep.log.read_text()
     closing = sweep.log.read_text().rpartition("\ncell ")[2]
     rows = sorted(line.split() for line in closing.splitlines() if line.startswith("seed="))
@@ -127,7 +127,7 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
 
 def test_two_runs_in_one_folder(workshop: Workshop, alone: Path) -> None:
     run = workshop.folder / "shared"
-    processes = [workshop.fork(run, "train", workshop.text, *SIZES, STEPS) for _ in range(2)]
+    processes = [workshop.fork(run, "train", workshop.text, *SMALL_RUN, STEPS) for _ in range(2)]
     codes = [process.wait() for process in processes]
     said = processes[0].log.read_text()
     assert sorted(codes) == [0, 2], said

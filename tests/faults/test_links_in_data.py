@@ -16,7 +16,7 @@ from rtx.data.download import download
 from rtx.errors import UserError
 from tests.helpers.bad_servers import CONTENT, serving, whole
 from tests.helpers.disturbances import asked, deadline
-from tests.helpers.small_runs import SIZES, Workshop
+from tests.helpers.small_runs import SMALL_RUN, Workshop
 
 REFUSED = "is a link, and rtx follows none below"
 
@@ -56,7 +56,7 @@ def test_a_link_in_place_of_the_note_of_a_store_is_not_followed(
     foreign = tmp_path / "bashrc"
     foreign.write_text("mine")
     note = store / ".verified"
-    train = ["train", workshop.text, *SIZES, "trainer.steps=1"]
+    train = ["train", workshop.text, *SMALL_RUN, "trainer.steps=1"]
     for command in (["data", "verify", *words], train):
         note.unlink()
         note.symlink_to(foreign)
@@ -69,7 +69,7 @@ def test_nobody_waits_for_a_pipe_in_place_of_the_note_of_a_store(
     workshop: Workshop, store: Path, words: list[str], tmp_path: Path
 ) -> None:
     note = store / ".verified"
-    train = ["train", workshop.text, *SIZES, "trainer.steps=1"]
+    train = ["train", workshop.text, *SMALL_RUN, "trainer.steps=1"]
     for command in (["data", "verify", *words], train):
         note.unlink()
         os.mkfifo(note)
@@ -89,7 +89,7 @@ def test_a_link_in_place_of_the_work_folder_is_refused(
     code, said = asked(workshop, "data", "prepare", *words)
     assert code == 2 and f"rtx: {link}: {REFUSED} {workshop.data}; " in said
     assert content(victim) == before and link.is_symlink() and not store.exists()
-    code, said = asked(workshop, "train", workshop.text, *SIZES, run=victim.parent / "run")
+    code, said = asked(workshop, "train", workshop.text, *SMALL_RUN, run=victim.parent / "run")
     assert code == 2 and REFUSED in said and content(victim) == before
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rtx.runs.status import run_state
 from tests.helpers.disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
-from tests.helpers.small_runs import SIZES, Workshop, after, difference, status_of
+from tests.helpers.small_runs import SMALL_RUN, Workshop, after, difference, status_of
 
 LONG = "trainer.steps=14"
 
@@ -27,7 +27,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
     with small_disk(workshop.folder / "small", 1 << 20) as disk:
         new = disk / "new"
         ballast = disk / "ballast"
-        process = workshop.fork(disk / "run", "train", workshop.text, *SIZES, LONG)
+        process = workshop.fork(disk / "run", "train", workshop.text, *SMALL_RUN, LONG)
         process.until(after(6))
         with contextlib.suppress(OSError):
             ballast.write_bytes(bytes(1 << 20))  # of which the disk takes what it has room for
@@ -41,7 +41,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
         assert "Traceback" not in said and said.splitlines()[-1].startswith("rtx: "), said
         assert "No space left on device" in said.splitlines()[-1]
         assert run_state(process.run) == "failed"
-        said = workshop.command("train", workshop.text, *SIZES, run=new, code=2)
+        said = workshop.command("train", workshop.text, *SMALL_RUN, run=new, code=2)
         assert said.startswith(
             f"rtx: cannot write to {new}: No space left on device; set RTX_RUN to a folder"
         )
@@ -50,7 +50,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(
         assert "Traceback" not in said and "No space left on device" in said.splitlines()[-1], said
         ballast.unlink()
         subprocess.run(["mount", str(disk), "-o", "remount,ro"], check=True)
-        said = workshop.command("train", workshop.text, *SIZES, run=new, code=2)
+        said = workshop.command("train", workshop.text, *SMALL_RUN, run=new, code=2)
         assert said.startswith(f"rtx: cannot write to {new}: Read-only file system"), said
         for word, code, where in (
             ("resume", 2, "to {}"),
@@ -117,7 +117,9 @@ def test_memory_that_runs_out_anywhere(
             said
         )
         begun = (process.run / "config.yaml").exists()
-        again = ("resume", str(process.run)) if begun else ("train", workshop.text, *SIZES, *words)
+        again = (
+            ("resume", str(process.run)) if begun else ("train", workshop.text, *SMALL_RUN, *words)
+        )
         workshop.command(*again, run="" if begun else process.run)
     if megabytes == 64:
         reason, advice = said.splitlines()[-2:]

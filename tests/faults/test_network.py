@@ -34,7 +34,7 @@ from tests.helpers.bad_servers import (
     silent,
     whole,
 )
-from tests.helpers.small_runs import SIZES, Process, Workshop, difference
+from tests.helpers.small_runs import SMALL_RUN, Process, Workshop, difference
 
 with zipfile.ZipFile(held := io.BytesIO(), "w") as file:
     file.writestr("enwik8", CONTENT)
@@ -130,7 +130,7 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
         server.answers = [refuse(500)]
         other.answers = [lambda handler: send(handler, 200, b"<html>")]
         inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
-        words = ("train", workshop.text, *SIZES, "logger=wandb")
+        words = ("train", workshop.text, *SMALL_RUN, "logger=wandb")
         known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}
         processes = [
             workshop.fork(
@@ -178,7 +178,7 @@ KEY = "0123456789" * 4
 AUTHORIZATION = f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"
 SERVER = "base_url = {address}"
 PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
-WANDB_RUN = (*SIZES, "logger=wandb", "trainer.steps=2")
+WANDB_RUN = (*SMALL_RUN, "logger=wandb", "trainer.steps=2")
 WANDB_COMMANDS = {
     "online": ("train", "TEXT", *WANDB_RUN, "logger.mode=online"),
     "auto": ("train", "TEXT", *WANDB_RUN),

@@ -23,7 +23,7 @@ from rtx.machine import NO_SOURCE
 from rtx.paths import cache_folder
 from rtx.runs import status as run_status
 from rtx.runs.status import run_state
-from tests.helpers.small_runs import SIZES, Workshop, difference
+from tests.helpers.small_runs import SMALL_RUN, Workshop, difference
 
 NO_SUCH = "~nosuchuser/there"
 CLOSE = """
@@ -239,7 +239,7 @@ def test_variables_that_are_left_over_are_told(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     run = workshop.folder / "stray"
-    assert f"rtx: {said}" in workshop.command("train", workshop.text, *SIZES, run=run, code=2)
+    assert f"rtx: {said}" in workshop.command("train", workshop.text, *SMALL_RUN, run=run, code=2)
     assert not run.exists()
 
 
@@ -278,7 +278,7 @@ def test_no_step_is_taken_whose_status_cannot_be_written(
 def test_what_the_system_refuses_is_told_in_a_line(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = ("train", workshop.text, *SIZES)
+    train = ("train", workshop.text, *SMALL_RUN)
     with monkeypatch.context() as patch:
         patch.setattr("socket.socketpair", refusing(errno.EMFILE))
         said = workshop.command(*train, run=tmp_path / "run", code=1)

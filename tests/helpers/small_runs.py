@@ -38,28 +38,36 @@ TIME_FIELDS = frozenset(
 )
 """Fields of a row that depend on clock or machine; all others are exact after a resume."""
 
-SIZES = (
-    *("data=text", "data.length=32", "model=tiny", "routing=nearest"),
-    *("model.layers=2", "model.hidden=16", "model.heads=2"),
-    *(
-        "model.ffn_hidden=16",
-        "model.window=8",
-        "routing.heads=1",
-        "routing.layers=1",
-        "routing.window=8",
-    ),
-    *("model.dropout=0.1", "model.attention_dropout=0", "model.ffn_dropout=0.1"),
-    *(
-        "trainer.steps=12",
-        "trainer.batch_size=4",
-        "trainer.micro_batch_size=2",
-        "trainer.val_windows=5",
-    ),
-    *("trainer.log_every=2", "trainer.checkpoint_every=3", "trainer.val_every=4"),
-    *("optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
+SMALL_RUN: tuple[str, ...] = (
+    "data=text",
+    "data.length=32",
+    "model=tiny",
+    "routing=nearest",
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.ffn_hidden=16",
+    "model.window=8",
+    "routing.heads=1",
+    "routing.layers=1",
+    "routing.window=8",
+    "model.dropout=0.1",
+    "model.attention_dropout=0",
+    "model.ffn_dropout=0.1",
+    "trainer.steps=12",
+    "trainer.batch_size=4",
+    "trainer.micro_batch_size=2",
+    "trainer.val_windows=5",
+    "trainer.log_every=2",
+    "trainer.checkpoint_every=3",
+    "trainer.val_every=4",
+    "optimizer.warmup=3",
+    "logger=jsonl",
+    "hardware=cpu",
+    "hardware.threads=1",
 )
-"""A model with dropout, two micro-batches a step, and different intervals of rows, validations
-and checkpoints.
+"""The options of a small run: a model with dropout, two micro-batches a step, and different
+intervals of rows, validations and checkpoints.
 
 Attention dropout is off, because it nearly doubles the time of a run on a CPU. The kind `causal` in
 test_kinds_of_models.py has it.
@@ -79,14 +87,14 @@ def import_runs() -> None:
 
 
 def import_and_compose() -> None:
-    """Import what `import_runs` does and two packages that small runs load later; compose `SIZES`.
+    """Import what `import_runs` does, and two packages that small runs load; compose `SMALL_RUN`.
 
     `composed` keeps the result for the runs.
     """
     import_runs()
     for name in ("datasets", "wandb.apis.public"):
         importlib.import_module(name)
-    composed(chosen(check_overrides(SIZES)))
+    composed(chosen(check_overrides(SMALL_RUN)))
 
 
 class Process:
@@ -235,12 +243,14 @@ class Workshop:
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process, and return the run folder."""
         run = self.folder / name
-        self.command("train", self.text, *SIZES, *overrides, run=run)
+        self.command("train", self.text, *SMALL_RUN, *overrides, run=run)
         return run
 
     def start(self, name: str, *overrides: str, inside: str = "") -> Process:
         """Train in a forked process; see `fork`."""
-        return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
+        return self.fork(
+            self.folder / name, "train", self.text, *SMALL_RUN, *overrides, inside=inside
+        )
 
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
         """Run a command in a forked process, which has its imports and first executes `inside`."""
@@ -250,7 +260,7 @@ class Workshop:
         number = forker.fork(arguments, log, inside, self.environment(run) | variables)
         return Process(number, run, log, lambda: forker.exit_code_of(number))
 
-    def begin(
+    def spawn(
         self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str
     ) -> Process:
         """Run the command as a user does, which takes seconds of imports.

@@ -23,7 +23,7 @@ import wandb
 from rtx.settings.schema import Config, LoggerConfig
 from rtx.training.loggers import JsonlLogger, wandb_logger
 from rtx.training.uploads import add_to_wandb
-from tests.helpers.small_runs import SIZES, Workshop, after, read_metrics
+from tests.helpers.small_runs import SMALL_RUN, Workshop, after, read_metrics
 
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_logger_that_is_not_installed_names_its_extra(
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as one that cannot be found
     for words in ([], ["-m", "seed=0,1"]):
         said = workshop.command(
-            "train", *words, workshop.text, *SIZES, "logger=tensorboard", code=2
+            "train", *words, workshop.text, *SMALL_RUN, "logger=tensorboard", code=2
         )
         assert said.endswith(
             "rtx: logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'\n"
