@@ -111,7 +111,7 @@ def plot_of(name: str, caption: str, figure: Figure) -> Plot:
     unset = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with rc_context(STYLE):
         figure.savefig(svg, format="svg", transparent=True, metadata=unset)
-        # Computing the layout again would take as long as drawing.
+        # Both formats have one layout: computing it again would give the same.
         figure.set_layout_engine("none")
         figure.savefig(png, format="png", dpi=150)
     return Plot(name, caption, with_page_colours(svg.getvalue(), caption), png.getvalue())
