@@ -15,15 +15,18 @@ A power of two: `numbered_runs` doubles the length of runs until it is this one.
 def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     """Return which units of windows are far-repeated, boolean `[B, N]`.
 
-    The `RUN_LENGTH` units before such a unit occurred together earlier in the window, and last did
-    so more than `reach` units back.
+    The `RUN_LENGTH` units before such a unit also occurred together earlier in the window. The
+    latest such place is more than `reach` units before them.
+
+    Args:
+        tokens_BN: int64, at least 0.
     """
     is_far_BN = np.zeros(tokens_BN.shape, bool)
     if tokens_BN.shape[1] <= RUN_LENGTH:
         return is_far_BN
     run_BS = numbered_runs(tokens_BN)
-    # Sorted by run, equal runs are neighbours, in the order of their positions. They are of one
-    # window, so that differences of flat positions are distances.
+    # Sorted by run, equal runs are neighbours, in the order of their positions. Equal runs are of
+    # one window, so a difference of flat positions is a distance in that window.
     order = run_BS.ravel().argsort(kind="stable")
     is_same_run = np.diff(run_BS.ravel()[order]) == 0
     distance = np.diff(order)

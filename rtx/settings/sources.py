@@ -1,4 +1,4 @@
-"""Plug-ins of Hydra that read `conf/`, with the schema's defaults, and the user's presets.
+"""Plug-ins for Hydra: sources of `conf/` and of the user's presets, and the search path to them.
 
 rtx registers them before its first composition. They are not in `hydra_plugins/`, because every
 program that uses Hydra would import them from there.
@@ -30,7 +30,7 @@ class TextSource(FileConfigSource):
         path = self.file_path(config_path)
         text = self.text(path)
         config = self.parsed(path, text)
-        # Directives are lines such as `# @package`. `FileConfigSource` looks for them there, too.
+        # Directives are lines such as `# @package`. Hydra's own source reads as much of a file.
         header = self._get_header_dict(text[:512])
         return ConfigResult(self.provider, self.full_path(), config, header)
 
@@ -43,7 +43,7 @@ class TextSource(FileConfigSource):
         return read_text(path)
 
     def parsed(self, path: Path, text: str) -> DictConfig:
-        """Return a copy of the content of a file, which Hydra may change."""
+        """Return the content of a file as a new object, because Hydra may change it."""
         return content(path, text)
 
 
@@ -65,9 +65,10 @@ class ConfSource(TextSource):
 
 
 class PresetSource(TextSource):
-    """The source for a folder of presets of the user. Its URL in Hydra's search path is `rtx://<folder>`.
+    """The source for a folder of the user's presets.
 
-    Someone else may have written the presets, so each file is checked before Hydra gets it.
+    Its URL in Hydra's search path is `rtx://<folder>`. Someone else may have written the presets,
+    so each file is checked before Hydra gets it.
     """
 
     @staticmethod

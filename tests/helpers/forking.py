@@ -1,7 +1,8 @@
 """A process that imports torch and Lightning once, and then forks runs of rtx.
 
 The imports take ten seconds. All workers of pytest-xdist share one such process. The main process
-of pytest starts it, it imports when the first run is asked for, and both end together.
+of pytest starts it and ends it. It imports at the first question, so that tests without runs need
+not wait.
 
 A client sends one line of JSON over a connection of its own, and gets one back:
 `{"wait": 12}` or `{"run": {the arguments of run}}`; then `{"number": 34}` or `{"problem": "..."}`.
@@ -53,7 +54,10 @@ class Forker:
         return self.ask(run={**run, "environment": environment})
 
     def exit_code_of(self, number: int) -> int:
-        """Return the exit code of a run that has ended; negative for a signal."""
+        """Wait for the end of a run, and return its exit code; negative for a signal.
+
+        To be asked once, when the run is about to end: nobody else gets an answer until then.
+        """
         return self.ask(wait=number)
 
     def ask(self, **question: Any) -> int:
@@ -74,7 +78,9 @@ class Forker:
 
 @contextlib.contextmanager
 def forking_server(preparation: str) -> Iterator[Forker]:
-    """Yield the address of a process that forks runs. It ends with the block, and so do its runs.
+    """Start a process that forks runs, and yield its `Forker`.
+
+    At the end of the block it kills the runs that nobody has waited for, and ends.
 
     Args:
         preparation: the function, as module:function, that it calls before it forks the first run.
@@ -143,15 +149,17 @@ class Server:
             elif "run" in question:
                 child = os.fork()
                 if child == 0:
-                    self.listening.close()
+                    # Else the run would keep the connection of whoever asked.
+                    stream.close()
                     connection.close()
+                    self.listening.close()
                     run_and_end(**question["run"])
                 self.runs.add(child)
                 answer = {"number": child}
             print(json.dumps(answer), file=stream, flush=True)
 
     def end_of(self, number: int) -> dict[str, Any]:
-        """Return how a run ended. All workers wait while it has not ended."""
+        """Wait for the end of a run, and return how it ended."""
         if number not in self.runs:
             return {"problem": f"no run has the number {number}, or its end has been told"}
         _, status = os.waitpid(number, 0)
@@ -166,7 +174,10 @@ class Server:
 
 
 def run_and_end(**words: Any) -> None:
-    """Run a command in this process, which was forked for it, and end."""
+    """Run a command in this process, which was forked for it, and end.
+
+    `SystemExit` and `KeyboardInterrupt` are not caught: Python ends the process for them.
+    """
     try:
         code = run(**words)
     except Exception:
@@ -179,8 +190,8 @@ def run_and_end(**words: Any) -> None:
 def run(arguments: list[str], log: str, inside: str, environment: dict[str, str]) -> int:
     """Run a command, and return its exit code; see `Forker.fork`.
 
-    Unlike in a process of `rtx`, the folder is that of the server, and what modules read from the
-    environment at their import is the server's. Early handlers of signals are missing.
+    Other than in a process of `rtx`, the working directory is the server's, modules have read the
+    server's environment at their import, and the signal handlers that `rtx` sets first are missing.
     """
     from rtx.cli.main import main
 
